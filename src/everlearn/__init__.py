@@ -1,0 +1,36 @@
+"""Everlearn: let a PyTorch model go on learning without forgetting."""
+
+from everlearn import heads, metrics, nets, results, streams
+from everlearn.likelihood import Bernoulli, Categorical, Gaussian, Likelihood
+from everlearn.method import Chain, Method
+from everlearn.methods import METHODS
+from everlearn.methods.freeze import Freeze
+from everlearn.methods.l2 import L2
+from everlearn.results import Result
+from everlearn.stream import Batch, Stream, Task, allowed_classes
+from everlearn.trainer import evaluate, run, train
+
+__all__ = [
+    "L2",
+    "METHODS",
+    "Batch",
+    "Bernoulli",
+    "Categorical",
+    "Chain",
+    "Freeze",
+    "Gaussian",
+    "Likelihood",
+    "Method",
+    "Result",
+    "Stream",
+    "Task",
+    "allowed_classes",
+    "evaluate",
+    "heads",
+    "metrics",
+    "nets",
+    "results",
+    "run",
+    "streams",
+    "train",
+]

@@ -1,0 +1,104 @@
+"""From what people type to methods, streams and values; a wrong word is answered with the right ones."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from functools import reduce
+from operator import add
+from typing import Any, TypeVar, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+
+from everlearn.method import Method
+from everlearn.methods import METHODS
+
+T = TypeVar("T")
+
+
+class UsageError(Exception):
+    """Something typed wrongly; its message is the answer."""
+
+
+def look_up(kind: str, name: str, table: Mapping[str, T]) -> T:
+    """The entry of that name, or an error that suggests the nearest.
+
+    >>> look_up("method", "fintune", METHODS)
+    Traceback (most recent call last):
+    everlearn.cli.names.UsageError: Unknown method 'fintune'. Did you mean 'finetune'? ...
+    """
+    if name not in table:
+        raise UsageError(f"Unknown {kind} {name!r}. {did_you_mean(name, table)}")
+    return table[name]
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The nearest known names, and all of them."""
+    known = list(known)
+    near = difflib.get_close_matches(name.lower(), known, n=1)
+    return (f"Did you mean {near[0]!r}? " if near else "") + f"There are: {', '.join(known)}."
+
+
+def words(text: str) -> list[str]:
+    """A list separated by commas."""
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def make_method(expression: str, settings: Mapping[str, Mapping[str, Any]]) -> Method:
+    """A method from its name, or a chain from names joined by ``+``, with the settings of each.
+
+    >>> make_method("l2+freeze", {"l2": {"strength": "30"}})
+    L2(strength=30.0) + Freeze(output=None)
+    """
+    return reduce(add, [_make_one(name.strip(), settings) for name in expression.split("+")])
+
+
+def _make_one(name: str, settings: Mapping[str, Mapping[str, Any]]) -> Method:
+    kind = look_up("method", name, METHODS)
+    hints = get_type_hints(kind)
+    return kind(**{f: field_value(name, f, value, hints[f]) for f, value in settings.get(name, {}).items()})
+
+
+def parse_settings(given: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Settings such as ``ewc.strength=30``, by method and field; unknown ones are refused.
+
+    >>> parse_settings(["l2.strength=30"])
+    {'l2': {'strength': '30'}}
+    """
+    settings: dict[str, dict[str, str]] = {}
+    for text in given:
+        path, equals, value = text.partition("=")
+        name, dot, field = path.strip().partition(".")
+        if not equals or not dot:
+            raise UsageError(f"A setting reads METHOD.FIELD=VALUE, as in l2.strength=30; got {text!r}.")
+        known = [f.name for f in fields(look_up("method", name, METHODS))]
+        if field not in known:
+            raise UsageError(
+                f"{name} has no field {field!r}. " + (did_you_mean(field, known) if known else "It has no fields.")
+            )
+        settings.setdefault(name, {})[field] = value.strip()
+    return settings
+
+
+def field_value(method: str, field: str, value: Any, hint: Any) -> Any:
+    """A typed text as the value of a field, or an error that names the field, the text and what is allowed."""
+    try:
+        if isinstance(value, str) and value.lower() in ("none", "null"):
+            return TypeAdapter(hint).validate_python(None)
+        return TypeAdapter(hint).validate_python(value)
+    except ValidationError as error:
+        raise UsageError(f"{method}.{field}: {explain(error)}") from None
+
+
+def explain(error: ValidationError) -> str:
+    """Pydantic's complaint in one sentence: the field, what was given, what is allowed."""
+    parts = []
+    for e in error.errors():
+        where = ".".join(str(word) for word in e["loc"] if isinstance(word, str) and word.isidentifier())
+        wanted = e["msg"].removeprefix("Input should be ").removeprefix("Value error, ").split(", unable to")[0]
+        if e["type"] == "extra_forbidden":
+            parts.append(f"unknown key {where!r}")
+        else:
+            parts.append(f"{where + ': ' if where else ''}got {e['input']!r}, allowed: {wanted}")
+    return "; ".join(dict.fromkeys(parts)) + "."

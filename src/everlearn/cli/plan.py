@@ -1,0 +1,167 @@
+"""What a command shall run: one model that is both the options of ``everlearn run`` and the keys of its YAML file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from everlearn.cli.names import UsageError, did_you_mean, explain, look_up, make_method, parse_settings, words
+from everlearn.method import Method, label
+from everlearn.nets import NETS
+from everlearn.results import Result
+from everlearn.stream import SCENARIOS, Scenario
+from everlearn.streams import STREAMS
+from everlearn.trainer import run
+
+OPTIMIZERS = {
+    "sgd": torch.optim.SGD,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "rmsprop": torch.optim.RMSprop,
+}
+
+
+class Plan(BaseModel):
+    """Streams × scenarios × methods × seeds, and how each is trained."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    stream: str = Field("digits", description="Streams, separated by commas; 'everlearn list' names them.")
+    scenario: str = Field("class", description="Any of task, domain, class, separated by commas, or 'all'.")
+    methods: str = Field(
+        "finetune,joint",
+        description="Methods, separated by commas; 'l2+freeze' chains two; 'joint' learns all tasks at once.",
+    )
+    set: list[str] = Field([], description="A method's field, as in l2.strength=30; may be repeated.")
+    seeds: int = Field(1, ge=1, description="How many seeds, counted from 0.")
+    net: Literal["mlp", "cnn"] = Field("mlp", description="The model.")
+    hidden: str = Field("400,400", description="Widths of the mlp's hidden layers.")
+    optimizer: Literal["sgd", "adam", "adamw", "rmsprop"] = Field("sgd", description="The optimizer.")
+    lr: float = Field(0.1, gt=0, description="Its learning rate.")
+    momentum: float = Field(0.0, ge=0, description="Its momentum (sgd and rmsprop).")
+    weight_decay: float = Field(0.0, ge=0, description="Its weight decay.")
+    keep_optimizer: bool = Field(False, description="Keep the optimizer between tasks instead of making a fresh one.")
+    epochs: int = Field(10, ge=1, description="Passes over each task's data.")
+    iterations: int | None = Field(None, ge=1, description="Optimizer steps per task, instead of epochs.")
+    batch_size: int = Field(32, ge=1, description="Examples per step.")
+    clip: float | None = Field(None, gt=0, description="Largest norm of the gradient.")
+    accumulate: int = Field(1, ge=1, description="Micro-batches per step.")
+    precision: Literal["float32", "bfloat16"] = Field("float32", description="Of the forward pass.")
+    valid: float = Field(0.0, ge=0, lt=1, description="Share of training examples held back and tested on instead.")
+    device: str = Field("cpu", description="Where to train, as torch names it.")
+    threads: int | None = Field(None, ge=1, description="Threads torch may use; small models are fastest with 1.")
+    out: Path = Field(Path("runs"), description="Folder of the results.")
+
+    @field_validator("stream", "scenario", "methods", "hidden", mode="before")
+    @classmethod
+    def _list_as_text(cls, value: Any) -> Any:
+        """A YAML file may write a list, or a single number."""
+        if isinstance(value, list):
+            return ",".join(map(str, value))
+        return str(value) if isinstance(value, int) else value
+
+    @field_validator("set", mode="before")
+    @classmethod
+    def _settings_as_text(cls, value: Any) -> Any:
+        """A YAML file may write a mapping, flat (l2.strength: 30) or nested (l2: {strength: 30})."""
+        if not isinstance(value, dict):
+            return value
+        nested = {k: v for k, v in value.items() if isinstance(v, dict)}
+        flat = {k: v for k, v in value.items() if k not in nested}
+        flat |= {f"{name}.{field}": v for name, own in nested.items() for field, v in own.items()}
+        return [f"{path}={v}" for path, v in flat.items()]
+
+    @model_validator(mode="after")
+    def _device_exists(self) -> Plan:
+        try:
+            torch.empty(0, device=self.device)
+        except (RuntimeError, AssertionError) as error:
+            raise ValueError(f"device {self.device!r} cannot be used here ({str(error).splitlines()[0]})") from None
+        return self
+
+
+def read(file: Path, given: Plan) -> Plan:
+    """The plan of a YAML file, with what was given on the command line put over it."""
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UsageError(f"Cannot read {file}: {' '.join(str(error).split())}.") from None
+    if not isinstance(content, dict):
+        raise UsageError(f"{file} must hold 'key: value' lines, with the option names of 'everlearn run' as keys.")
+    content = {str(k).replace("-", "_"): v for k, v in content.items()}
+    for key in content:
+        if key not in Plan.model_fields:
+            raise UsageError(f"{file}: unknown key {key!r}. {did_you_mean(key, Plan.model_fields)}")
+    try:
+        return Plan(**{**content, **{name: getattr(given, name) for name in given.model_fields_set}})
+    except ValidationError as error:
+        raise UsageError(f"{file}: {explain(error)}") from None
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a plan."""
+
+    plan: Plan
+    stream: str
+    scenario: Scenario
+    method: Method
+    joint: bool
+    seed: int
+
+    def __str__(self) -> str:
+        what = "joint" if self.joint else label(self.method)
+        return f"{self.stream}, {self.scenario}-incremental, {what}, seed {self.seed}"
+
+    def run(self, force: bool) -> Result:
+        """Do it, or read it where it is done already."""
+        p = self.plan
+        stream = STREAMS[self.stream](scenario=self.scenario, seed=self.seed, valid=p.valid)
+        return run(
+            partial(NETS["mlp"], hidden=[int(w) for w in words(p.hidden)]) if p.net == "mlp" else NETS[p.net],
+            self.method,
+            stream.joint() if self.joint else stream,
+            optimizer=optimizer(p), epochs=p.epochs, iterations=p.iterations, batch_size=p.batch_size, seed=self.seed,
+            clip=p.clip, accumulate=p.accumulate, precision=p.precision, keep_optimizer=p.keep_optimizer,
+            split="valid" if p.valid else "test", device=p.device, out=p.out, force=force,
+        )  # fmt: skip
+
+
+def cells(plan: Plan) -> Iterator[Cell]:
+    """Every run of the plan; all names are looked up before the first is done."""
+    scenarios = SCENARIOS if plan.scenario == "all" else words(plan.scenario)
+    known: dict[str, Scenario] = {s: s for s in SCENARIOS}
+    settings = parse_settings(plan.set)
+    streams = words(plan.stream)
+    for stream in streams:
+        look_up("stream", stream, STREAMS)
+    methods = [(Method() if e == "joint" else make_method(e, settings), e == "joint") for e in words(plan.methods)]
+    if unused := set(settings) - {name.strip() for e in words(plan.methods) for name in e.split("+")}:
+        raise UsageError(f"--set {', '.join(sorted(unused))}: no such method is among those to run ({plan.methods}).")
+    if not all(w.isdigit() and int(w) > 0 for w in words(plan.hidden)):
+        raise UsageError(f"hidden: got {plan.hidden!r}, allowed: widths separated by commas, as in 400,400.")
+    todo = [
+        Cell(plan, stream, look_up("scenario", scenario, known), method, joint, seed)
+        for stream in streams
+        for scenario in scenarios
+        for seed in range(plan.seeds)
+        for method, joint in methods
+    ]
+    return iter(todo)
+
+
+def optimizer(plan: Plan) -> Any:
+    """The optimizer's factory."""
+    settings: dict[str, float] = {"lr": plan.lr, "weight_decay": plan.weight_decay}
+    if plan.optimizer in ("sgd", "rmsprop"):
+        settings["momentum"] = plan.momentum
+    elif plan.momentum:
+        raise UsageError(f"momentum: {plan.optimizer} has none to set; use sgd or rmsprop.")
+    return partial(OPTIMIZERS[plan.optimizer], **settings)

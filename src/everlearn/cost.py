@@ -1,0 +1,68 @@
+"""What a run costs: seconds by purpose, peak memory, parameters, bytes of method state."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+
+class Clock:
+    """Seconds spent, by purpose."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def __call__(self, purpose: str) -> Iterator[None]:
+        """Count what runs inside for this purpose."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[purpose] += time.perf_counter() - start
+
+    def add(self, seconds: dict[str, float]) -> None:
+        """Count what another clock has measured."""
+        for purpose, spent in seconds.items():
+            self.seconds[purpose] += spent
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Start measuring the peak anew, where the system can."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        try:
+            Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak becomes what is resident now
+        except OSError:
+            return
+
+
+def peak_memory(device: torch.device) -> int:
+    """Most bytes held at once: on a GPU by torch, on the CPU by the whole process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        status = Path("/proc/self/status").read_text()
+        return 1024 * int(status.split("VmHWM:")[1].split()[0])
+    except (OSError, IndexError):
+        import resource  # not on Windows, where the line above is not either
+
+        return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def state_bytes(state: dict[str, Any]) -> int:
+    """Bytes of all tensors in a state.
+
+    >>> state_bytes({"anchor": {"weight": torch.zeros(10, 10)}, "tasks": 3})
+    400
+    """
+    return sum(v.numel() * v.element_size() for v in tree_leaves(state) if isinstance(v, Tensor))

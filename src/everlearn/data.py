@@ -1,0 +1,247 @@
+"""Where examples come from: arrays in memory, a Dataset, or ready-made batches, behind one small interface.
+
+A source yields batches ``(x, y)`` or ``(x, y, t)`` with t the task of each example. Arrays are indexed by batch;
+a Dataset goes through a DataLoader; a DataLoader or another iterable is taken as it is, batches and order included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data import ConcatDataset, DataLoader, Dataset
+
+from everlearn.seeds import derive, seeded
+
+Inputs = Any  # a tensor, or a dict or tuple of tensors that all have one row per example
+Rows = tuple[Inputs, Tensor | None, Tensor | None]
+
+
+class Source(Protocol):
+    """What a task learns from or is tested on."""
+
+    def __len__(self) -> int:
+        """The number of examples; raises TypeError where nobody knows."""
+
+    def batches(self, size: int, order: Tensor | None, seed: int) -> Iterator[Rows]:
+        """The examples once, in the given order (None: as they lie); ``seed`` drives the source's own randomness."""
+
+
+@dataclass(eq=False)
+class Arrays:
+    """Examples in memory, indexed by batch.
+
+    Args:
+        x: inputs, one row per example.
+        y: labels, or None for unlabelled examples.
+        t: the task of each example, where one source holds several tasks.
+        view: how this task sees the inputs (a permutation, a rotation), applied batch by batch so that tasks share
+            the memory of the arrays they look at.
+    """
+
+    x: Inputs
+    y: Tensor | None = None
+    t: Tensor | None = None
+    view: Callable[[Inputs], Inputs] | None = None
+
+    def __post_init__(self) -> None:
+        lengths = {len(v) for v in tree_leaves((self.x, self.y, self.t)) if v is not None}
+        if len(lengths) != 1:
+            raise ValueError(f"Inputs and labels differ in length: {sorted(lengths)}; give one label per example.")
+
+    def __len__(self) -> int:
+        return len(tree_leaves(self.x)[0])
+
+    def rows(self, index: Tensor) -> Rows:
+        """The examples at these places."""
+        x = self.x[index] if isinstance(self.x, Tensor) else tree_map(lambda v: v[index], self.x)
+        return (
+            x if self.view is None else self.view(x),
+            None if self.y is None else self.y[index],
+            None if self.t is None else self.t[index],
+        )
+
+    def batches(self, size: int, order: Tensor | None, seed: int) -> Iterator[Rows]:
+        """Slices of the arrays."""
+        index = torch.arange(len(self)) if order is None else order
+        return (self.rows(i) for i in index.split(size))
+
+    def subset(self, index: Tensor) -> Arrays:
+        """Some of the examples; arrays are copied, so that a small part does not keep the whole alive."""
+        x = tree_map(lambda v: v[index], self.x)
+        return Arrays(
+            x, None if self.y is None else self.y[index], None if self.t is None else self.t[index], self.view
+        )
+
+
+@dataclass(eq=False)
+class Joined:
+    """Several arrays as one, each seen through its own view and labelled with its task."""
+
+    parts: Sequence[Arrays]
+    tasks: Sequence[int]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts))
+
+    def batches(self, size: int, order: Tensor | None, seed: int) -> Iterator[Rows]:
+        """Batches in which the parts are mixed as the order says."""
+        index = torch.arange(len(self)) if order is None else order
+        ends = torch.tensor([len(part) for part in self.parts]).cumsum(0)
+        return (self._rows(i, ends) for i in index.split(size))
+
+    def _rows(self, index: Tensor, ends: Tensor) -> Rows:
+        owner = torch.bucketize(index, ends, right=True)
+        starts = ends - torch.tensor([len(part) for part in self.parts])
+        where = [(owner == k).nonzero().flatten() for k in range(len(self.parts))]
+        rows = [part.rows(index[w] - starts[k]) for k, (part, w) in enumerate(zip(self.parts, where, strict=True))]
+        back = torch.cat(where).argsort()  # the parts' rows one after another, put back into the order asked for
+        x = tree_map(lambda *v: torch.cat(v)[back], *(x for x, _, _ in rows))
+        y = torch.cat([y for _, y, _ in rows if y is not None])[back]
+        return x, y, torch.tensor(self.tasks)[owner]
+
+
+@dataclass(eq=False)
+class Items:
+    """A map-style ``torch.utils.data.Dataset`` of ``(x, y)``, loaded by worker processes.
+
+    Every example is drawn under a random state of its own, so random transforms inside the dataset give the same
+    result whatever the number of workers.
+    """
+
+    dataset: Dataset[Any]
+    workers: int = 0
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    def batches(self, size: int, order: Tensor | None, seed: int) -> Iterator[Rows]:
+        """Batches collated by torch's default rule."""
+        index = torch.arange(len(self)) if order is None else order
+        keys = [(i, derive(seed, place)) for place, i in enumerate(index.tolist())]
+        loader = DataLoader(
+            _Drawn(self.dataset),
+            batch_sampler=[keys[i : i + size] for i in range(0, len(keys), size)],
+            num_workers=self.workers,
+        )
+        return map(_as_rows, loader)
+
+
+@dataclass(eq=False)
+class Batches:
+    """A DataLoader or any other iterable of batches; its own batch size and order stand."""
+
+    iterable: Iterable[Any]
+
+    def __len__(self) -> int:
+        if isinstance(self.iterable, DataLoader):
+            return len(self.iterable.dataset)  # type: ignore[arg-type]
+        if isinstance(self.iterable, Sequence):
+            return sum(len(tree_leaves(_as_rows(batch)[0])[0]) for batch in self.iterable)
+        raise TypeError("An iterable of batches does not tell its length.")
+
+    def batches(self, size: int, order: Tensor | None, seed: int) -> Iterator[Rows]:
+        """The iterable's own batches; whatever it draws at random (a DataLoader's order) follows the given seed."""
+        batches: Iterator[Any] = iter(())
+        for place in count():
+            with seeded(derive(seed, place)):
+                batches = batches if place else iter(self.iterable)
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield _as_rows(batch)
+
+
+class _Drawn(Dataset[Any]):
+    """A dataset whose every item is drawn under the random state its key names."""
+
+    def __init__(self, dataset: Dataset[Any]) -> None:
+        self.dataset = dataset
+
+    def __getitem__(self, key: tuple[int, int]) -> Any:
+        index, seed = key
+        with seeded(seed):
+            return self.dataset[index]
+
+
+def as_source(data: Any, workers: int = 0) -> Source:
+    """Whatever people have as a source.
+
+    ``data`` may be a source, inputs alone, a pair ``(x, y)`` of tensors or numpy arrays, a Dataset, a DataLoader, or
+    an iterable of batches ``(x, y)``.
+
+    >>> len(as_source((np.zeros((5, 2)), np.arange(5))))
+    5
+    """
+    if isinstance(data, (Arrays, Joined, Items, Batches)):
+        return data
+    if isinstance(data, (Tensor, np.ndarray)):
+        return Arrays(_tensor(data))
+    if isinstance(data, DataLoader):
+        return Batches(data)
+    if isinstance(data, Dataset):
+        return Items(data, workers)
+    if isinstance(data, (tuple, list)) and len(data) == 2 and _is_array(data[1]):
+        return Arrays(tree_map(_tensor, data[0]), _tensor(data[1]))
+    if isinstance(data, Iterable) and not isinstance(data, (str, bytes, Mapping)):
+        return Batches(data)
+    raise TypeError(
+        f"Cannot learn from a {type(data).__name__}: give a pair (x, y) of tensors or arrays, a Dataset, a DataLoader "
+        "or an iterable of batches (x, y)."
+    )
+
+
+def join(sources: Sequence[Source], tasks: Sequence[int]) -> Source:
+    """Several tasks' sources as one, every example labelled with its task."""
+    arrays = [s for s in sources if isinstance(s, Arrays)]
+    if len(arrays) == len(sources):
+        return Joined(arrays, tasks)
+    items = [s for s in sources if isinstance(s, Items)]
+    if len(items) == len(sources):
+        workers = max(s.workers for s in items)
+        marked: list[Dataset[Any]] = [_Marked(s.dataset, t) for s, t in zip(items, tasks, strict=True)]
+        return Items(ConcatDataset(marked), workers)
+    raise TypeError(
+        "Tasks can be joined when all are arrays in memory or all are Datasets, not DataLoaders or iterables."
+    )
+
+
+class _Marked(Dataset[Any]):
+    """A dataset of (x, y) as one of (x, y, task)."""
+
+    def __init__(self, dataset: Dataset[Any], task: int) -> None:
+        self.dataset, self.task = dataset, task
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = self.dataset[index]
+        return x, y, self.task
+
+
+def _as_rows(batch: Any) -> Rows:
+    if isinstance(batch, (tuple, list)) and len(batch) in (2, 3):
+        x, y, *t = batch
+        return tree_map(_tensor, x), _tensor(y), _tensor(t[0]) if t else None
+    if isinstance(batch, (Tensor, np.ndarray)):
+        return _tensor(batch), None, None
+    raise TypeError(f"A batch must be a pair (x, y), got a {type(batch).__name__}; wrap your loader to yield pairs.")
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, (Tensor, np.ndarray))
+
+
+def _tensor(value: Any) -> Tensor:
+    """Numpy's float64 becomes torch's default, because numpy makes it unasked; a tensor stays what it is."""
+    if isinstance(value, Tensor):
+        return value
+    tensor = torch.as_tensor(value)
+    return tensor.to(torch.get_default_dtype()) if tensor.dtype == torch.float64 else tensor

@@ -1,0 +1,230 @@
+"""What a continual-learning method is: eight optional verbs, spoken at fixed places of a training loop."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from torch import Tensor, nn
+
+from everlearn.stream import Batch
+
+
+@dataclass(eq=False)
+class Method:
+    """Plain fine-tuning: learn each task as if nothing had been learned before. The base of every method.
+
+        L = L_task
+
+    The lower bound of every comparison, and of every method the verbs it does not change. The loop that speaks them,
+    yours or the trainer's::
+
+        for task in stream:
+            method.begin_task(model, task)
+            optimizer = SGD([*model.parameters(), *method.parameters()], lr=0.1)
+            for batch in task.batches(64):
+                loss = method.loss(model, batch)
+                optimizer.zero_grad(); loss.backward()
+                method.before_step(model)          # where clip_grad_norm_ would stand
+                optimizer.step()
+                method.after_step(model)
+            method.end_task(model, task)
+
+    Hyper-parameters are the dataclass fields, stored unchanged, so ``repr(method)`` is its configuration. State is what
+    is not a field: tensors, numbers and dicts of them, set in ``__post_init__``; a leading underscore marks what is
+    passing and not saved. A method never sees the trainer, the optimizer or the scenario.
+    """
+
+    def __post_init__(self) -> None:
+        for f, hint in _hints(self):
+            check_field(f"{type(self).__name__}.{f}", getattr(self, f), hint)
+
+    # The verbs. In brackets: how a chain of methods composes them.
+
+    def begin_task(self, model: nn.Module, task: Any) -> None:
+        """Grow, wrap or snapshot the model before the optimizer is made. [in order]"""
+
+    def task_loss(self, batch: Batch, out: Tensor) -> Tensor:
+        """The loss of the current batch. [at most one method may replace it]"""
+        return batch.loss(out)
+
+    def penalty(self, model: nn.Module, batch: Batch | None = None, out: Tensor | None = None) -> Tensor | float:
+        """What is added to the task loss. [summed]"""
+        return 0.0
+
+    def observe(self, batch: Batch, out: Tensor) -> None:
+        """Remember what just passed, outputs detached; once per micro-batch. [all]"""
+
+    def before_step(self, model: nn.Module) -> None:
+        """Edit the gradients in ``p.grad``. [in order]"""
+
+    def after_step(self, model: nn.Module) -> None:
+        """Repair parameters or gather statistics after the optimizer moved. [in order]"""
+
+    def end_task(self, model: nn.Module, task: Any) -> None:
+        """Consolidate what the task taught; ``task`` may be any data a task can be made of. [in order]"""
+
+    def predict(self, model: nn.Module, x: Any, task: Tensor | None = None) -> Tensor:
+        """Outputs at test time; ``task`` holds each example's task where it is known. [at most one may replace it]"""
+        return model(x)  # type: ignore[no-any-return]
+
+    # Given.
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Task loss plus penalty: the one call a training step needs."""
+        out = model(batch.x)
+        loss, penalty = self.task_loss(batch, out), self.penalty(model, batch, out)
+        self.observe(batch, out.detach())
+        return loss if isinstance(penalty, float) and penalty == 0.0 else loss + penalty
+
+    def parameters(self) -> Iterable[nn.Parameter]:
+        """Trainable tensors of the method itself; most have none."""
+        return ()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything learned, made of tensors, numbers and dicts: ``torch.load(weights_only=True)`` reads it back."""
+        hyper = {f.name for f in fields(self)}
+        state = {k: v for k, v in vars(self).items() if k not in hyper and not k.startswith("_")}
+        return {k: v.state_dict() if hasattr(v, "state_dict") else v for k, v in state.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what a method of the same kind had learned."""
+        if wrong := set(state) ^ set(self.state_dict()):
+            raise ValueError(
+                f"This state does not fit {type(self).__name__} ({', '.join(sorted(wrong))}): "
+                "load it into the kind of method that saved it."
+            )
+        for name, value in state.items():
+            if hasattr(own := getattr(self, name), "load_state_dict"):
+                own.load_state_dict(value)
+            else:
+                setattr(self, name, value)
+
+    def __add__(self, other: Method) -> Chain:
+        return Chain(self, other)
+
+
+class Chain(Method):
+    """Several methods as one: penalties add, edits run in the order written, state nests.
+
+    >>> from everlearn import L2, Freeze
+    >>> L2(strength=0.5) + Freeze()
+    L2(strength=0.5) + Freeze(output=None)
+    """
+
+    def __init__(self, *methods: Method) -> None:
+        for m in methods:
+            if not isinstance(m, Method):
+                raise TypeError(f"A chain is made of methods, got a {type(m).__name__}.")
+        self.methods: list[Method] = [
+            m for method in methods for m in (method.methods if isinstance(method, Chain) else [method])
+        ]
+        self._owner = {verb: self._only(verb) for verb in ("task_loss", "predict")}
+
+    def _only(self, verb: str) -> Method:
+        owners = [m for m in self.methods if getattr(type(m), verb) is not getattr(Method, verb)]
+        if len(owners) > 1:
+            names = " and ".join(type(m).__name__ for m in owners)
+            raise ValueError(f"{names} both define {verb}(); a chain can hold only one method that does.")
+        return owners[0] if owners else self.methods[0]
+
+    def __repr__(self) -> str:
+        return " + ".join(map(repr, self.methods))
+
+    def begin_task(self, model: nn.Module, task: Any) -> None:
+        """Each in order."""
+        for m in self.methods:
+            m.begin_task(model, task)
+
+    def task_loss(self, batch: Batch, out: Tensor) -> Tensor:
+        """That of the one method that replaces it."""
+        return self._owner["task_loss"].task_loss(batch, out)
+
+    def penalty(self, model: nn.Module, batch: Batch | None = None, out: Tensor | None = None) -> Tensor | float:
+        """The sum."""
+        total: Tensor | float = 0.0
+        for m in self.methods:
+            total = total + m.penalty(model, batch, out)
+        return total
+
+    def observe(self, batch: Batch, out: Tensor) -> None:
+        """All see it."""
+        for m in self.methods:
+            m.observe(batch, out)
+
+    def before_step(self, model: nn.Module) -> None:
+        """Each in order."""
+        for m in self.methods:
+            m.before_step(model)
+
+    def after_step(self, model: nn.Module) -> None:
+        """Each in order."""
+        for m in self.methods:
+            m.after_step(model)
+
+    def end_task(self, model: nn.Module, task: Any) -> None:
+        """Each in order."""
+        for m in self.methods:
+            m.end_task(model, task)
+
+    def predict(self, model: nn.Module, x: Any, task: Tensor | None = None) -> Tensor:
+        """That of the one method that replaces it."""
+        return self._owner["predict"].predict(model, x, task)
+
+    def parameters(self) -> Iterable[nn.Parameter]:
+        """Those of all."""
+        return [p for m in self.methods for p in m.parameters()]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Each method's state under its place in the chain."""
+        return {str(i): m.state_dict() for i, m in enumerate(self.methods)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over the state of a chain of the same methods."""
+        if len(state) != len(self.methods):
+            raise ValueError(f"This state is of a chain of {len(state)} methods, this chain has {len(self.methods)}.")
+        for i, m in enumerate(self.methods):
+            m.load_state_dict(state[str(i)])
+
+
+def label(method: Method) -> str:
+    """A short name for tables: the kind of method and the fields that are not at their default.
+
+    >>> from everlearn import L2
+    >>> label(Method()), label(L2()), label(L2(strength=3.0) + Method())
+    ('finetune', 'L2', 'L2(strength=3.0) + finetune')
+    """
+    if isinstance(method, Chain):
+        return " + ".join(map(label, method.methods))
+    changed = [f"{f.name}={v!r}" for f in fields(method) if (v := getattr(method, f.name)) != f.default]
+    name = "finetune" if type(method) is Method else type(method).__name__
+    return f"{name}({', '.join(changed)})" if changed else name
+
+
+def _hints(method: Method) -> Iterator[tuple[str, Any]]:
+    hints = get_type_hints(type(method))
+    return ((f.name, hints[f.name]) for f in fields(method))
+
+
+def check_field(name: str, value: object, hint: Any) -> None:
+    """Refuse a hyper-parameter of the wrong kind, saying what is allowed.
+
+    >>> check_field("EWC.mode", "onlin", Literal["online", "separate"])
+    Traceback (most recent call last):
+    ValueError: EWC.mode: got 'onlin', allowed: 'online', 'separate'.
+    """
+    options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    literals = [v for o in options if get_origin(o) is Literal for v in get_args(o)]
+    if value in literals:
+        return
+    kinds = [get_origin(o) or o for o in options if get_origin(o) is not Literal]
+    if not all(isinstance(k, type) for k in kinds):
+        return  # a kind that isinstance cannot judge, such as Any
+    if not isinstance(value, bool) or bool in kinds:  # True is an int to Python, not to people
+        numbers = [int] if float in kinds and not isinstance(value, bool) else []
+        if isinstance(value, (*kinds, *numbers)):
+            return
+    wanted = ", ".join([*map(repr, literals), *("None" if k is types.NoneType else k.__name__ for k in kinds)])
+    raise (ValueError if literals else TypeError)(f"{name}: got {value!r}, allowed: {wanted}.")

@@ -1,0 +1,100 @@
+"""Metrics: functions of the accuracy matrix R, where R[i, j] is the accuracy on task j after learning task i.
+
+Rows are what was learned, columns what is tested; entries right of the diagonal are of tasks not yet learned. A metric
+that compares rows is not a number (nan) where there is nothing to compare, as for joint training, which has one row.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Matrix = NDArray[np.float64]
+
+
+def average_accuracy(accuracy: ArrayLike) -> float:
+    """Mean over tasks after the last: 1/T Σⱼ R[T-1, j].
+
+    >>> average_accuracy([[1.0, 0.5], [0.4, 0.8]])
+    0.6
+    """
+    return _mean(_matrix(accuracy)[-1])
+
+
+def average_incremental_accuracy(accuracy: ArrayLike) -> float:
+    """Mean over time of the average over the tasks learned so far (Rebuffi et al., 2017).
+
+    >>> average_incremental_accuracy([[1.0, 0.5], [0.4, 0.8]])
+    0.8
+    """
+    r = _square(accuracy)
+    return _mean([r[i, : i + 1].mean() for i in range(len(r))])
+
+
+def learning_accuracy(accuracy: ArrayLike) -> float:
+    """Mean accuracy on each task just after learning it: 1/T Σⱼ R[j, j].
+
+    >>> learning_accuracy([[1.0, 0.5], [0.4, 0.8]])
+    0.9
+    """
+    return _mean(np.diagonal(_square(accuracy)))
+
+
+def forgetting(accuracy: ArrayLike) -> float:
+    """Mean over earlier tasks of the best accuracy ever had minus the last (Chaudhry et al., 2018).
+
+    >>> forgetting([[1.0, 0.5], [0.4, 0.8]])
+    0.6
+    """
+    r = _square(accuracy)
+    return _mean([r[j:-1, j].max() - r[-1, j] for j in range(len(r) - 1)])
+
+
+def backward_transfer(accuracy: ArrayLike) -> float:
+    """What later tasks did to earlier ones: mean of R[T-1, j] - R[j, j] over j < T-1 (Lopez-Paz & Ranzato, 2017).
+
+    >>> backward_transfer([[1.0, 0.5], [0.4, 0.8]])
+    -0.6
+    """
+    r = _square(accuracy)
+    return _mean(r[-1, :-1] - np.diagonal(r)[:-1])
+
+
+def forward_transfer(accuracy: ArrayLike, initial: ArrayLike) -> float:
+    """What earlier tasks did for later ones: mean of R[j-1, j] minus the untrained model's accuracy on j, over j > 0.
+
+    >>> forward_transfer([[1.0, 0.7], [0.4, 0.8]], initial=[0.5, 0.5])
+    0.2
+    """
+    r = _square(accuracy)
+    return _mean(np.diagonal(r, 1) - np.asarray(initial, float)[1 : len(r)])
+
+
+def intransigence(accuracy: ArrayLike, joint: ArrayLike) -> float:
+    """What learning in sequence costs the new task: mean of joint training's accuracy on j minus R[j, j].
+
+    Chaudhry et al. (2018) take for task j a model trained jointly on the tasks up to j; here one model trained jointly
+    on all tasks stands for every j.
+
+    >>> intransigence([[1.0, 0.5], [0.4, 0.8]], joint=[1.0, 1.0])
+    0.1
+    """
+    r = _square(accuracy)
+    return _mean(np.asarray(joint, float)[: len(r)] - np.diagonal(r))
+
+
+def _matrix(accuracy: ArrayLike) -> Matrix:
+    r = np.asarray(accuracy, dtype=np.float64)
+    if r.ndim != 2 or not r.size:
+        raise ValueError(f"An accuracy matrix has a row per learned and a column per tested task, got shape {r.shape}.")
+    return r
+
+
+def _square(accuracy: ArrayLike) -> Matrix:
+    r = _matrix(accuracy)
+    return r if r.shape[0] == r.shape[1] else np.full((r.shape[1],) * 2, np.nan)
+
+
+def _mean(values: ArrayLike) -> float:
+    values = np.asarray(values, dtype=np.float64)
+    return round(float(values.mean()), 12) if values.size else float("nan")

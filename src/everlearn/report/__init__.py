@@ -1,0 +1,1 @@
+"""Reports: views of results."""

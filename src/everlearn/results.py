@@ -1,0 +1,181 @@
+"""Results: one run is one JSON file, with the accuracy matrix and the facts that made it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from everlearn import atomic, metrics
+
+FORMAT = 1
+
+
+@dataclass(eq=False)
+class Result:
+    """One run: what was measured, what it cost, and everything needed to do it again.
+
+    Args:
+        accuracy: [i, j], on task j after learning task i; the future tasks too.
+        config: stream, scenario, method, model, training and seed.
+        initial: accuracy of the untrained model on each task.
+        cost: seconds by purpose, peak memory, and per learned task parameters and bytes of method state.
+        made: versions, commit and time.
+
+    >>> r = Result(np.array([[1.0, 0.5], [0.4, 0.8]]), {"method": "L2()"})
+    >>> r.average_accuracy, r.forgetting
+    (0.6, 0.6)
+    """
+
+    accuracy: metrics.Matrix
+    config: dict[str, Any]
+    initial: list[float] = field(default_factory=list)
+    cost: dict[str, Any] = field(default_factory=dict)
+    made: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def average_accuracy(self) -> float:
+        """See ``metrics.average_accuracy``."""
+        return metrics.average_accuracy(self.accuracy)
+
+    @property
+    def average_incremental_accuracy(self) -> float:
+        """See ``metrics.average_incremental_accuracy``."""
+        return metrics.average_incremental_accuracy(self.accuracy)
+
+    @property
+    def learning_accuracy(self) -> float:
+        """See ``metrics.learning_accuracy``."""
+        return metrics.learning_accuracy(self.accuracy)
+
+    @property
+    def forgetting(self) -> float:
+        """See ``metrics.forgetting``."""
+        return metrics.forgetting(self.accuracy)
+
+    @property
+    def backward_transfer(self) -> float:
+        """See ``metrics.backward_transfer``."""
+        return metrics.backward_transfer(self.accuracy)
+
+    @property
+    def forward_transfer(self) -> float:
+        """See ``metrics.forward_transfer``; nan where the untrained model was not measured."""
+        return metrics.forward_transfer(self.accuracy, self.initial) if self.initial else float("nan")
+
+    def intransigence(self, joint: Result) -> float:
+        """Against the result of joint training on the same stream; see ``metrics.intransigence``."""
+        return metrics.intransigence(self.accuracy, joint.accuracy[-1])
+
+    @property
+    def seconds(self) -> float:
+        """All seconds together."""
+        return float(sum(self.cost.get("seconds", {}).values()))
+
+    def __str__(self) -> str:
+        c = self.config
+        where = f"{c.get('stream', {}).get('name', '')}, {c.get('scenario', '')}-incremental, seed {c.get('seed')}"
+        forgot = "" if np.isnan(self.forgetting) else f", forgetting {100 * self.forgetting:.1f} %"
+        return f"{c['method']} ({where}): average accuracy {100 * self.average_accuracy:.1f} %{forgot}, {self.seconds:.1f} s"
+
+    def save(self, folder: str | os.PathLike[str]) -> Path:
+        """Write the result into a folder, under the name its configuration gives it."""
+        path = atomic.writable_folder(folder) / file_name(self.config)
+        content = {
+            "format": FORMAT,
+            "config": self.config,
+            "accuracy": self.accuracy.tolist(),
+            "initial": self.initial,
+            "cost": self.cost,
+            "made": self.made,
+        }
+        atomic.write(path, json.dumps(content, indent=1, ensure_ascii=False).encode())
+        return path
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Result:
+        """Read one result; a file that is not a whole one is refused by name."""
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+            accuracy = np.array(content["accuracy"], dtype=np.float64)
+            if (
+                content["format"] != FORMAT
+                or accuracy.ndim != 2
+                or not accuracy.size
+                or "method" not in content["config"]
+            ):
+                raise ValueError("unknown format")
+            return cls(accuracy, content["config"], content["initial"], content["cost"], content["made"])
+        except (ValueError, KeyError, TypeError, UnicodeDecodeError) as error:
+            raise ValueError(
+                f"{path} is not a whole Everlearn result ({type(error).__name__}: {error}): delete it and run again."
+            ) from None
+
+
+def load(folder: str | os.PathLike[str]) -> list[Result]:
+    """All results of a folder, in the order of their file names."""
+    return [Result.load(path) for path in files(folder)]
+
+
+def files(folder: str | os.PathLike[str]) -> list[Path]:
+    """The result files of a folder; an error says so where there are none."""
+    if not Path(folder).is_dir():
+        raise FileNotFoundError(f"There is no folder {folder}: make results with 'everlearn run --out {folder}' first.")
+    if not (found := sorted(Path(folder).glob("*.json"))):
+        raise FileNotFoundError(f"The folder {folder} holds no results: make some with 'everlearn run --out {folder}'.")
+    return found
+
+
+def file_name(config: dict[str, Any]) -> str:
+    """A readable name that is different for every configuration."""
+    digest = hashlib.blake2b(json.dumps(config, sort_keys=True, default=str).encode(), digest_size=5).hexdigest()
+    words = [config.get("stream", {}).get("name", "stream"), config.get("scenario", ""), config["method"]]
+    readable = "-".join(re.sub(r"[^A-Za-z0-9.]+", "-", str(word)).strip("-").lower()[:40] for word in words)
+    return f"{readable}-seed{config.get('seed', 0)}-{digest}.json"
+
+
+def fingerprint(tensors: Iterable[Tensor]) -> str:
+    """A short word that changes when the data do: shapes, and every byte of at most 1,024 rows of each tensor."""
+    digest = hashlib.blake2b(digest_size=8)
+    for tensor in tensors:
+        rows = tensor.detach().reshape(len(tensor) if tensor.dim() else 1, -1)
+        rows = rows[:: -(-len(rows) // 1024) or 1].cpu().contiguous()
+        digest.update(repr((tuple(tensor.shape), tensor.dtype)).encode())
+        digest.update(rows.view(torch.uint8).numpy().tobytes() if rows.numel() else b"")
+    return digest.hexdigest()
+
+
+def provenance() -> dict[str, Any]:
+    """Versions and the commit of the working folder, to do a run again as it was."""
+    packages = ("everlearn", "torch", "numpy")
+    return {
+        "versions": {"python": platform.python_version(), **{p: version(p) for p in packages}},
+        "platform": platform.platform(),
+        "commit": _commit(os.getcwd()),
+    }
+
+
+@cache
+def _commit(folder: str) -> str | None:
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", "-C", folder, *arguments], capture_output=True, text=True, check=True, timeout=10
+        ).stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD") + (" (changed)" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None  # no git, or not a repository: a result without a commit is still a result

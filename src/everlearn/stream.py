@@ -1,0 +1,306 @@
+"""Streams: a list of tasks, and the one table that says which scenario they form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from everlearn.data import Arrays, Batches, Inputs, Rows, Source, as_source, join
+from everlearn.likelihood import Categorical, Likelihood
+from everlearn.seeds import derive, generator, seeded
+
+Scenario = Literal["task", "domain", "class"]
+SCENARIOS: tuple[Scenario, ...] = get_args(Scenario)
+Split = Literal["train", "valid", "test"]
+Transform = Callable[[Inputs], Inputs]
+
+
+def allowed_classes(scenario: Scenario, classes: Sequence[Sequence[int]], now: int) -> Tensor | None:
+    """The scenario as a table: may an example of task t (row) be called class c (column) once task ``now`` has begun?
+
+    Task-incremental: the classes of task t. Class-incremental: those of all tasks begun so far. Domain-incremental:
+    every class, which None stands for.
+
+    >>> allowed_classes("class", [[0, 1], [2, 3]], now=0)
+    tensor([[ True,  True, False, False],
+            [ True,  True, False, False]])
+    """
+    if scenario not in SCENARIOS:
+        raise ValueError(f"Unknown scenario {scenario!r}: it is one of {', '.join(SCENARIOS)}.")
+    if scenario == "domain":
+        return None
+    table = torch.zeros(len(classes), max(c for own in classes for c in own) + 1, dtype=torch.bool)
+    for t, own in enumerate(classes):
+        table[t, list(own if scenario == "task" else {c for begun in classes[: now + 1] for c in begun})] = True
+    return table
+
+
+@dataclass(slots=True)
+class Batch:
+    """Some examples, and what may be said of them at this moment of the stream.
+
+    Args:
+        x: inputs.
+        y: labels, None where there are none.
+        t: the task of each example.
+        allowed: which class (column) an example of which task (row) may be given; None for all.
+        likelihood: what the model's outputs mean.
+        epoch: the pass over the task's data that this batch belongs to.
+    """
+
+    x: Inputs
+    y: Tensor | None = None
+    t: Tensor | None = None
+    allowed: Tensor | None = None
+    likelihood: Likelihood = field(default_factory=Categorical)
+    epoch: int = 0
+
+    def __len__(self) -> int:
+        return len(self.x if isinstance(self.x, Tensor) else tree_leaves(self.x)[0])
+
+    @property
+    def allowed_rows(self) -> Tensor | None:
+        """The allowed outputs, a row per example."""
+        return None if self.allowed is None or self.t is None else self.allowed[self.t]
+
+    def loss(self, out: Tensor) -> Tensor:
+        """Mean loss of the model's outputs for this batch."""
+        return self.likelihood.loss(out, self._labels(), self.allowed_rows)
+
+    def score(self, out: Tensor) -> Tensor:
+        """How good each example's output is (1 or 0 for right or wrong classes)."""
+        return self.likelihood.score(out, self._labels(), self.allowed_rows)
+
+    def like(self, x: Inputs, y: Tensor | None, t: Tensor | None) -> Batch:
+        """Other examples, seen at this same moment of the stream."""
+        return replace(self, x=x, y=y, t=t)
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The batch on another device."""
+
+        def move(v: Any) -> Any:
+            return v.to(device, non_blocking=True) if isinstance(v, Tensor) else v
+
+        return replace(self, x=tree_map(move, self.x), y=move(self.y), t=move(self.t), allowed=move(self.allowed))
+
+    def chunk(self, parts: int) -> list[Batch]:
+        """The batch cut into micro-batches, as even as can be."""
+        cuts = [i for i in torch.arange(len(self)).tensor_split(parts) if len(i)]
+
+        def cut(v: Any, i: Tensor) -> Any:
+            return v[i[0] : i[-1] + 1] if isinstance(v, Tensor) else v
+
+        return [self.like(tree_map(lambda v, i=i: cut(v, i), self.x), cut(self.y, i), cut(self.t, i)) for i in cuts]
+
+    def _labels(self) -> Tensor:
+        if self.y is None:
+            raise ValueError("This batch has no labels: a loss needs them; give pairs (x, y).")
+        return self.y
+
+
+@dataclass(eq=False)
+class Task:
+    """What is learned between one begin_task and its end_task.
+
+    Args:
+        train: the data to learn from: a pair (x, y), a Dataset, a DataLoader or an iterable of batches.
+        test: the data to be tested on.
+        valid: a share held back for choosing hyper-parameters.
+        id: the task's number. Consecutive tasks with one id are parts of one task (see ``streams.online``).
+        name: for people.
+        allowed: the scenario's table once this task has begun (see ``allowed_classes``).
+        identity: whether the task is known at test time.
+        likelihood: what the model's outputs mean.
+        transform: of training inputs, a batch at a time (augmentation).
+        eval_transform: of inputs in tests and importance passes.
+        steps: optimizer steps planned for this task; the trainer fills it in, your own loop may.
+
+    >>> task = Task((torch.rand(6, 2), torch.arange(6) % 2))
+    >>> [len(batch) for batch in task.batches(4, epochs=2)]
+    [4, 2, 4, 2]
+    """
+
+    train: Any
+    test: Any = None
+    valid: Any = None
+    id: int | None = None
+    name: str = ""
+    allowed: Tensor | None = None
+    identity: bool = False
+    likelihood: Likelihood = field(default_factory=Categorical)
+    transform: Transform | None = None
+    eval_transform: Transform | None = None
+    steps: int | None = None
+
+    def __post_init__(self) -> None:
+        for split in ("train", "valid", "test"):
+            if getattr(self, split) is not None:
+                setattr(self, split, _labelled(as_source(getattr(self, split)), self.likelihood))
+
+    def __str__(self) -> str:
+        return self.name or ("the task" if self.id is None else f"task {self.id}")
+
+    def batches(
+        self, size: int, epochs: int | None = 1, iterations: int | None = None, seed: int = 0
+    ) -> Iterator[Batch]:
+        """Batches for training: shuffled, augmented, for so many epochs or, if given, iterations.
+
+        The order depends on the seed, the task and the epoch alone; call it again and you get the same batches.
+        """
+        served = 0
+        for epoch in range(epochs) if iterations is None and epochs is not None else count():
+            before = served
+            for batch in self._epoch(size, epoch, seed):
+                if served == iterations:
+                    return
+                yield batch
+                served += 1
+            if served == iterations:
+                return
+            if served == before:
+                raise ValueError(
+                    f"{self} has no examples to train on"
+                    + (
+                        f" in epoch {epoch}; a generator can be read once only: give a list or a DataLoader."
+                        if epoch
+                        else "."
+                    )
+                )
+
+    def examples(self, size: int, split: Split = "train") -> Iterator[Batch]:
+        """Every example once, in order, under the evaluation transform: for tests and importance passes."""
+        source: Source | None = getattr(self, split)
+        if source is None:
+            raise ValueError(f"{self} has no {split} data.")
+        for rows in source.batches(size, None, derive(0, split)):
+            yield self._batch(rows, self.eval_transform)
+
+    def planned_steps(self, size: int, epochs: int | None = 1, iterations: int | None = None) -> int | None:
+        """How many batches such a training has; None where the data do not tell their length."""
+        if iterations is not None:
+            return iterations
+        per_epoch = self.steps_per_epoch(size)
+        return None if per_epoch is None or epochs is None else epochs * per_epoch
+
+    def steps_per_epoch(self, size: int) -> int | None:
+        """Batches in one pass over the training data, None where nobody knows."""
+        try:
+            if isinstance(self.train, Batches):
+                return len(self.train.iterable)  # type: ignore[arg-type]
+            return -(-len(self.train) // size)
+        except TypeError:
+            return None
+
+    def _epoch(self, size: int, epoch: int, seed: int) -> Iterator[Batch]:
+        place = -1 if self.id is None else self.id
+        order = None
+        if not isinstance(self.train, Batches):
+            order = torch.randperm(len(self.train), generator=generator(seed, "batches", place, epoch))
+        augmentation = derive(seed, "augmentation", place, epoch)
+        for i, rows in enumerate(self.train.batches(size, order, augmentation)):
+            if self.transform is None:
+                yield self._batch(rows, None, epoch)
+            else:
+                with seeded(derive(augmentation, i)):  # augmentation must not shift the model's own random numbers
+                    batch = self._batch(rows, self.transform, epoch)
+                yield batch
+
+    def _batch(self, rows: Rows, transform: Transform | None, epoch: int = 0) -> Batch:
+        x, y, t = rows
+        if t is None and self.id is not None:
+            t = torch.full((len(x) if isinstance(x, Tensor) else len(tree_leaves(x)[0]),), self.id)
+        x = x if transform is None else transform(x)
+        return Batch(x, y if y is None else self.likelihood.labels(y), t, self.allowed, self.likelihood, epoch)
+
+
+def as_task(data: Any) -> Task:
+    """A task as it is; anything else a task can learn from, as a task."""
+    return data if isinstance(data, Task) else Task(data)
+
+
+@dataclass(eq=False)
+class Stream:
+    """Tasks in the order they are learned, and the tests taken after each.
+
+    Args:
+        tasks: what is learned.
+        scenario: which table they form.
+        name: for people and file names.
+        exams: what is tested; by default the tasks themselves.
+        inputs: the shape of one input.
+        outputs: how many outputs a model needs.
+        settings: what the stream was made from, for the result's configuration.
+
+    >>> from everlearn import streams
+    >>> stream = streams.digits(scenario="class")
+    >>> len(stream), stream.inputs, stream.outputs
+    (5, (1, 8, 8), 10)
+    """
+
+    tasks: list[Task]
+    scenario: Scenario
+    name: str = "stream"
+    exams: list[Task] = field(default_factory=list)
+    inputs: tuple[int, ...] = ()
+    outputs: int = 0
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.tasks:
+            raise ValueError("A stream needs at least one task.")
+        self.exams = self.exams or self.tasks
+
+    def __len__(self) -> int:
+        return len(self.tasks)
+
+    def __iter__(self) -> Iterator[Task]:
+        return iter(self.tasks)
+
+    def __getitem__(self, i: int) -> Task:
+        return self.tasks[i]
+
+    def joint(self) -> Stream:
+        """All tasks learned at once, tested one by one: what forgetting is measured against."""
+        last = self.exams[-1]
+        everything = join([t.train for t in self.tasks], [0 if t.id is None else t.id for t in self.tasks])
+        task = replace(last, train=everything, test=None, valid=None, id=0, name="all tasks", steps=None)
+        return replace(self, tasks=[task], exams=self.exams, settings={**self.settings, "joint": True})
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.name}: {len(self)} task{'s' * (len(self) > 1)}, {self.scenario}-incremental, {self.outputs} outputs"
+        ]
+        lines += [f"  {_summary(task)}" for task in self.tasks[:20]]
+        return "\n".join(lines + ["  …"] * (len(self) > 20))
+
+
+def _summary(task: Task) -> str:
+    sizes = ", ".join(
+        f"{_size(source)} {split}"
+        for split in ("train", "valid", "test")
+        if (source := getattr(task, split)) is not None
+    )
+    classes = ""
+    if isinstance(task.train, Arrays) and task.train.y is not None and isinstance(task.likelihood, Categorical):
+        classes = f", classes {' '.join(map(str, task.train.y.unique().tolist()))}"
+    return f"{task}: {sizes}{classes}"
+
+
+def _size(source: Source) -> str:
+    try:
+        return f"{len(source):,}"
+    except TypeError:
+        return "?"
+
+
+def _labelled(source: Source, likelihood: Likelihood) -> Source:
+    """Arrays get their labels in the right dtype once, not batch by batch."""
+    if isinstance(source, Arrays) and source.y is not None:
+        return replace(source, y=likelihood.labels(source.y))
+    return source

@@ -1,0 +1,112 @@
+"""Parts of a data set: some of its examples, under other labels, seen in another way."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import Dataset, Subset
+
+from everlearn.data import Arrays, Items, Source
+
+View = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Permutation:
+    """Every example's features in another order."""
+
+    order: Tensor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """For a batch."""
+        return x.flatten(1)[:, self.order].view_as(x)
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Images turned counter-clockwise, bilinear, zeros where nothing was.
+
+    >>> image = torch.tensor([[[[0.0, 1.0], [0.0, 0.0]]]])
+    >>> Rotation(90.0)(image).round(decimals=4)
+    tensor([[[[1., 0.],
+              [0., 0.]]]])
+    """
+
+    degrees: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """For a batch of shape (examples, channels, height, width)."""
+        if x.dim() != 4:
+            raise ValueError(
+                f"Only images (examples, channels, height, width) can be rotated, got shape {tuple(x.shape)}."
+            )
+        cos, sin = math.cos(math.radians(self.degrees)), math.sin(math.radians(self.degrees))
+        height, width = x.shape[2:]  # the grid's axes run from -1 to 1 whatever the shape, so turning needs the ratio
+        turn = torch.tensor([[cos, -sin * height / width, 0.0], [sin * width / height, cos, 0.0]], device=x.device)
+        values = x if x.is_floating_point() else x.float()
+        grid = F.affine_grid(turn.to(values.dtype).expand(len(x), 2, 3), list(x.shape), align_corners=False)
+        turned = F.grid_sample(values, grid, align_corners=False)
+        return turned if x.is_floating_point() else turned.round().to(x.dtype)
+
+
+def part(
+    source: Source, index: Tensor | None = None, rename: Mapping[int, int] | None = None, view: View | None = None
+) -> Source:
+    """Some examples of a source (None: all), their labels renamed, their inputs seen through a view."""
+    if isinstance(source, Arrays):
+        some = source if index is None else source.subset(index)
+        y = some.y if rename is None or some.y is None else _renamed(some.y, rename)
+        return replace(some, y=y, view=view if view is not None else some.view)
+    if isinstance(source, Items):
+        some_items: Dataset[Any] = source.dataset if index is None else Subset(source.dataset, index.tolist())
+        return Items(some_items if rename is None and view is None else _Seen(some_items, rename, view), source.workers)
+    raise TypeError("A stream is made from arrays or a Dataset; for DataLoaders and iterables use streams.from_tasks.")
+
+
+def labels_of(source: Source) -> Tensor:
+    """All class labels: from memory, from a dataset's ``targets`` or ``labels``, or else by reading every example."""
+    if isinstance(source, Arrays) and source.y is not None:
+        labels = source.y
+    elif isinstance(source, Items):
+        known = [getattr(source.dataset, name, None) for name in ("targets", "labels")]
+        found = next((k for k in known if k is not None), None)
+        labels = torch.as_tensor(found if found is not None else [int(y) for _, y in _all(source.dataset)])
+    else:
+        raise TypeError("A stream is made from labelled arrays or a Dataset of pairs (x, y).")
+    if labels.is_floating_point() or labels.dim() != 1:
+        raise TypeError(
+            f"Class labels must be integers, one per example, got {labels.dtype} of shape {tuple(labels.shape)}."
+        )
+    return labels.long()
+
+
+class _Seen(Dataset[Any]):
+    """A dataset with other labels, seen through a view."""
+
+    def __init__(self, dataset: Dataset[Any], rename: Mapping[int, int] | None, view: View | None) -> None:
+        self.dataset, self.rename, self.view = dataset, rename, view
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = self.dataset[index]
+        x = x if self.view is None else self.view(torch.as_tensor(x)[None])[0]
+        return x, int(y) if self.rename is None else self.rename[int(y)]
+
+
+def _all(dataset: Any) -> Any:
+    return (dataset[i] for i in range(len(dataset)))
+
+
+def _renamed(y: Tensor, rename: Mapping[int, int]) -> Tensor:
+    y = y.long()
+    table = torch.full((int(max(rename)) + 1,), -1)
+    table[list(rename)] = torch.tensor(list(rename.values()))
+    return table[y]
