@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import ConcatDataset, DataLoader, Dataset
 
-from everlearn.seeds import derive, seeded
+from everlearn.seeds import derive, generator, seeded
 
 Inputs = Any  # a tensor, or a dict or tuple of tensors that all have one row per example
 Rows = tuple[Inputs, Tensor | None, Tensor | None]
@@ -129,6 +129,7 @@ class Items:
             _Drawn(self.dataset),
             batch_sampler=[keys[i : i + size] for i in range(0, len(keys), size)],
             num_workers=self.workers,
+            generator=generator(seed),  # or it would draw from the global one
         )
         return map(_as_rows, loader)
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_leaves
 from tqdm.auto import tqdm
 
 from everlearn import atomic
@@ -207,7 +208,7 @@ def run(
             "batch_size": batch_size, "scheduler": _name(scheduler), "clip": clip, "accumulate": accumulate,
             "precision": precision, "keep_optimizer": keep_optimizer, "split": split,
         }  # fmt: skip
-        config = _config(stream, method, model, training, seed)
+        config = _config(stream, method, model, training, seed, exact=folder is not None)
         if folder is not None and not force and (done := _whole(folder / file_name(config))) is not None:
             return done
         learn = partial(
@@ -317,16 +318,21 @@ def _build(make_model: Callable[..., nn.Module] | nn.Module, stream: Stream) -> 
     return make_model(stream.inputs, stream.outputs) if needed else make_model()
 
 
-def _config(stream: Stream, method: Method, model: nn.Module, training: dict[str, Any], seed: int) -> dict[str, Any]:
-    arrays = [v for t in stream for v in _arrays(t)]
+def _config(
+    stream: Stream, method: Method, model: nn.Module, training: dict[str, Any], seed: int, exact: bool
+) -> dict[str, Any]:
+    """Everything that decides the result; ``exact`` adds words for the very data, first weights and method state."""
+    arrays = [v for t in [*stream.tasks, *stream.exams] for v in _arrays(t)]
+    state = [v for v in tree_leaves(method.state_dict()) if isinstance(v, Tensor)]
+    contents = {"data": arrays, "weights": list(model.state_dict().values()), "method": state}
     joint = stream.settings.get("joint", False)
     return {
-        "stream": {"name": stream.name, **stream.settings, "tasks": len(stream), "data": fingerprint(arrays)},
+        "stream": {"name": stream.name, **stream.settings, "tasks": len(stream)},
         "scenario": stream.scenario,
         "method": "joint" if joint and type(method) is Method else label(method) + (" on joint" if joint else ""),
         "fields": repr(method),
         "model": repr(model),
-        "weights": fingerprint(model.state_dict().values()),
+        "fingerprints": {name: fingerprint(tensors) for name, tensors in contents.items()} if exact else {},
         "training": training,
         "seed": seed,
     }

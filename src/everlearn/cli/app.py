@@ -29,6 +29,7 @@ app = App(
     "Start with 'everlearn compare': every method on real handwritten digits, in all three scenarios.",
     version_flags=["--version"],
     result_action="return_value",
+    suppress_keyboard_interrupt=False,  # start() says what is kept
 )
 
 

@@ -25,7 +25,7 @@ class L2(Method):
         strength: of the pull; 0 is fine-tuning.
     """
 
-    strength: float = 1.0
+    strength: float = 0.1
 
     def __post_init__(self) -> None:
         super().__post_init__()

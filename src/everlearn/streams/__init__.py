@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from everlearn.stream import Stream
 from everlearn.streams.build import from_tasks, online, permuted, rotated, split
+from everlearn.streams.digits import load as digits_data
 from everlearn.streams.digits import digits, online_digits, permuted_digits, rotated_digits
 
 STREAMS: dict[str, Callable[..., Stream]] = {
@@ -16,6 +17,7 @@ STREAMS: dict[str, Callable[..., Stream]] = {
 __all__ = [
     "STREAMS",
     "digits",
+    "digits_data",
     "from_tasks",
     "online",
     "online_digits",

@@ -139,19 +139,13 @@ def online(stream: Stream, *, chunk: int = 10, seed: int = 0) -> Stream:
     Chunks keep their task's number: tests are taken, and a fresh optimizer is made, when the task changes. Train with
     ``epochs=1`` for a single pass.
 
-    >>> from everlearn import streams
-    >>> print(online(streams.digits(), chunk=250))
-    online-digits: 10 tasks, class-incremental, 10 outputs
-      task 0, chunk 0: 250 train, classes 0 1
-      task 0, chunk 1: 39 train, classes 0 1
-      task 1, chunk 0: 250 train, classes 2 3
-      task 1, chunk 1: 38 train, classes 2 3
-      task 2, chunk 0: 250 train, classes 4 5
-      task 2, chunk 1: 41 train, classes 4 5
-      task 3, chunk 0: 250 train, classes 6 7
-      task 3, chunk 1: 39 train, classes 6 7
-      task 4, chunk 0: 250 train, classes 8 9
-      task 4, chunk 1: 34 train, classes 8 9
+    >>> x, y = torch.rand(12, 3), torch.arange(12) % 4
+    >>> print(online(split((x, y), (x, y), tasks=2), chunk=4))
+    online-split: 4 tasks, class-incremental, 4 outputs
+      task 0, chunk 0: 4 train, classes 0 1
+      task 0, chunk 1: 2 train, classes 0 1
+      task 1, chunk 0: 4 train, classes 2 3
+      task 1, chunk 1: 2 train, classes 2 3
     """
     if chunk < 1:
         raise ValueError(f"chunk must be at least 1 example, got {chunk}.")
@@ -207,6 +201,8 @@ def from_tasks(
       wet: 8 train, 8 test, classes 0 1
     """
     meaning = likelihood or Categorical()
+    if not tasks:
+        raise ValueError("A stream needs at least one task.")
     for i, pair in enumerate(tasks):
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise TypeError(f"Task {i} must be a pair (training data, test data), got a {type(pair).__name__}.")

@@ -1,0 +1,14 @@
+"""A researcher's comparison: several methods, three scenarios, one table."""
+
+import everlearn
+from everlearn import L2, Freeze, Method, nets, streams
+from everlearn.report.table import overview
+
+results = []
+for scenario in ("task", "domain", "class"):
+    stream = streams.digits(scenario)
+    for method in (Method(), L2(0.1), Freeze()):
+        results.append(everlearn.run(nets.mlp, method, stream, epochs=5, batch_size=32))
+    results.append(everlearn.run(nets.mlp, Method(), stream.joint(), epochs=5, batch_size=32))
+
+print(overview(results))

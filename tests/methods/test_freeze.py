@@ -1,0 +1,52 @@
+import pytest
+import torch
+from torch import nn
+
+from everlearn import Freeze, Task, nets, streams, train
+
+OPTIMIZERS = [
+    lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, weight_decay=0.1),
+    lambda ps: torch.optim.AdamW(ps, lr=1e-2, weight_decay=0.1),
+]
+
+
+def body(model):
+    return {k: v.clone() for k, v in model.state_dict().items() if not k.startswith("4.")}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("keep", [False, True])
+def test_only_the_output_layer_moves_after_the_first_task(optimizer, keep):
+    stream = streams.digits("class")
+    model, method = nets.cnn(stream.inputs, stream.outputs, channels=(4, 8)), Freeze()
+    first = train(model, method, stream[0], optimizer=optimizer)
+    before, head = body(model), model[-1].weight.detach().clone()
+    for task in stream.tasks[1:3]:
+        train(model, method, task, optimizer=first.optimizer if keep else optimizer)
+    after = body(model)
+    assert any(k.endswith("running_mean") for k in before), "the model has running statistics to hold"
+    assert all(torch.equal(before[k], after[k]) for k in before)
+    assert not torch.equal(head, model[-1].weight)
+
+
+def test_the_output_layer_can_be_named():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    method = Freeze(output="0")
+    for t in range(2):
+        method.begin_task(model, Task((torch.rand(4, 3), torch.arange(4) % 2), id=t))
+    assert [p.requires_grad for p in model.parameters()] == [True, True, False, False]
+
+
+def test_chunks_of_one_task_do_not_freeze():
+    model, method = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), Freeze()
+    for _ in range(3):
+        method.begin_task(model, Task((torch.rand(4, 3), torch.arange(4) % 2), id=0))
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_without_a_linear_layer_there_is_no_output_to_train():
+    method = Freeze()
+    model = nn.Conv2d(1, 1, 1)
+    method.begin_task(model, None)
+    with pytest.raises(ValueError, match="Conv2d has no nn.Linear layer"):
+        method.begin_task(model, None)

@@ -1,0 +1,186 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+pytest.importorskip("cyclopts")
+from everlearn import METHODS, results
+from everlearn.cli.app import start
+from everlearn.streams import STREAMS
+
+FAST = ["--epochs", "1", "--hidden", "16", "--threads", "1"]
+
+
+def run(*words, out=None):
+    return start(["run", *FAST, *words, *(["--out", str(out)] if out else [])])
+
+
+def test_streams_scenarios_methods_and_seeds_multiply(tmp_path, capsys):
+    words = [
+        "--scenario",
+        "task,class",
+        "--methods",
+        "finetune,l2+freeze,joint",
+        "--seeds",
+        "2",
+        "--set",
+        "l2.strength=0.5",
+    ]
+    assert run(*words, out=tmp_path) == 0
+    found = results.load(tmp_path)
+    assert len(found) == 12
+    assert {r.config["method"] for r in found} == {"finetune", "L2(strength=0.5) + Freeze", "joint"}
+    text = capsys.readouterr().out
+    assert "[12/12]" in text and "digits, task-incremental" in text and "±" in text
+
+
+def test_finished_runs_are_skipped_unless_forced(tmp_path):
+    def times():
+        return {p.name: json.loads(p.read_text())["cost"]["seconds"]["train"] for p in results.files(tmp_path)}
+
+    run(out=tmp_path)
+    first = times()
+    run(out=tmp_path)
+    assert times() == first
+    run("--force", out=tmp_path)
+    assert set(times()) == set(first) and times() != first
+
+
+def test_dry_run_says_and_does_nothing(tmp_path, capsys):
+    assert run("--dry-run", "--methods", "l2", "--seeds", "2", out=tmp_path / "x") == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "1. digits, class-incremental, L2, seed 0",
+        "2. digits, class-incremental, L2, seed 1",
+    ]
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("settings", ["l2.strength: 0.5", "l2: {strength: 0.5}"])
+def test_a_yaml_file_has_the_same_keys_and_the_command_line_wins(settings, tmp_path, capsys):
+    file = tmp_path / "plan.yaml"
+    file.write_text(f"methods: [l2, finetune]\nscenario: domain\nset:\n  {settings}\nseeds: 3\nbatch-size: 64\n")
+    assert start(["run", str(file), "--seeds", "1", "--dry-run"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "1. digits, domain-incremental, L2(strength=0.5), seed 0",
+        "2. digits, domain-incremental, finetune, seed 0",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["run", "--methods", "fintune"], "Unknown method 'fintune'. Did you mean 'finetune'?"),
+        (["run", "--stream", "digit"], "Unknown stream 'digit'. Did you mean 'digits'?"),
+        (["run", "--scenario", "clas"], "Unknown scenario 'clas'. Did you mean 'class'?"),
+        (["run", "--set", "l2.strenth=1", "--methods", "l2"], "l2 has no field 'strenth'. Did you mean 'strength'?"),
+        (["run", "--set", "l2.strength=big", "--methods", "l2"], "l2.strength: got 'big', allowed: a valid number"),
+        (["run", "--set", "finetune.x=1"], "finetune has no field 'x'. It has no fields."),
+        (["run", "--set", "strength=1"], "METHOD.FIELD=VALUE"),
+        (["run", "--set", "l2.strength=1", "--methods", "finetune"], "--set l2: no such method is among those to run"),
+        (["run", "--epochs", "0"], "epochs: got '0', allowed: greater than or equal to 1"),
+        (["run", "--epochs", "many"], "epochs: got 'many', allowed: a valid integer"),
+        (["run", "--optimizer", "sdg"], "optimizer: got 'sdg', allowed: 'sgd', 'adam', 'adamw' or 'rmsprop'"),
+        (["run", "--optimizer", "adam", "--momentum", "0.9"], "momentum: adam has none to set"),
+        (["run", "--hidden", "wide"], "hidden: got 'wide', allowed: widths"),
+        (["run", "--device", "gpu7"], "device 'gpu7' cannot be used here"),
+        (["run", "--epoch", "3"], "Did you mean --epochs"),
+        (["rum"], "run"),
+        (["show", "ewcc"], "Unknown method 'ewcc'"),
+        (["compare", "--seeds", "0"], "seeds: got 0, allowed: at least 1"),
+    ],
+)
+def test_wrong_words_are_answered_with_exit_code_2(words, message, capsys):
+    assert start(words) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.startswith("everlearn: ") and "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("methds: l2", "unknown key 'methds'. Did you mean 'methods'?"),
+        ("epochs: many", "epochs: got 'many'"),
+        ("- a\n- b", "must hold 'key: value' lines"),
+        ("a: [", "Cannot read"),
+    ],
+)
+def test_a_wrong_yaml_file_is_named(content, message, tmp_path, capsys):
+    file = tmp_path / "plan.yaml"
+    file.write_text(content)
+    assert start(["run", str(file)]) == 2
+    error = capsys.readouterr().err
+    assert message in error and str(file) in error
+
+
+def test_a_missing_yaml_file(tmp_path, capsys):
+    assert start(["run", str(tmp_path / "no.yaml")]) == 2
+    assert "No such file" in capsys.readouterr().err
+
+
+def test_an_unwritable_folder_fails_before_training(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert run(out=tmp_path / "file" / "runs") == 1
+    assert "Cannot write to the folder" in capsys.readouterr().err
+
+
+def test_a_run_that_fails_is_told_and_the_others_go_on(tmp_path, capsys):
+    assert run("--methods", "l2,finetune", "--set", "l2.strength=1e30", out=tmp_path) == 1
+    error = capsys.readouterr().err
+    assert "L2(strength=1e+30), seed 0 failed: The loss is" in error
+    assert [r.config["method"] for r in results.load(tmp_path)] == ["finetune"]
+
+
+def test_report(tmp_path, capsys):
+    run("--seeds", "2", out=tmp_path)
+    capsys.readouterr()
+    assert start(["report", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "digits, class-incremental (accuracies in %, mean ± std over seeds)"
+    assert lines[3].startswith("joint") and lines[4].startswith("finetune")
+    next(iter(results.files(tmp_path))).write_text("{")
+    assert start(["report", str(tmp_path)]) == 1
+    output = capsys.readouterr()
+    assert "not a whole Everlearn result" in output.err and "finetune" in output.out
+    assert start(["report", str(tmp_path / "nowhere")]) == 1
+    assert "There is no folder" in capsys.readouterr().err
+
+
+def test_list_and_show(capsys):
+    assert start(["list"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"  {name} " in text for name in [*METHODS, *STREAMS, "mlp"])
+    for name in METHODS:
+        assert start(["show", name]) == 0
+        text = capsys.readouterr().out
+        assert "L = L_task" in text and text.startswith(f"{name} (")
+    start(["show", "l2"])
+    assert "strength: float = 0.1\n      of the pull; 0 is fine-tuning." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["run", "--help"], ["compare", "--help"], ["--version"]])
+def test_help(words, capsys):
+    assert start(words) == 0
+    assert capsys.readouterr().out.strip()
+
+
+def test_compare_shows_every_method_in_every_scenario(tmp_path, capsys):
+    assert start(["compare", "--seeds", "1", "--out", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "task-incremental  domain-incremental  class-incremental" in text
+    assert len(results.load(tmp_path)) == 3 * (len(METHODS) + 1)
+
+
+def test_stopping_keeps_what_is_finished(tmp_path):
+    words = ["run", *FAST, "--seeds", "500", "--out", str(tmp_path)]
+    process = subprocess.Popen([sys.executable, "-m", "everlearn", *words], stderr=subprocess.PIPE, text=True)
+    deadline = time.time() + 60
+    while len(list(tmp_path.glob("*.json"))) < 2 and time.time() < deadline:
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGINT)
+    _, error = process.communicate(timeout=30)
+    assert process.returncode == 130 and error.endswith("the same command goes on from there.\n")
+    assert len(results.load(tmp_path)) >= 2

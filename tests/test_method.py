@@ -1,0 +1,120 @@
+from dataclasses import dataclass
+from typing import Literal
+
+import pytest
+import torch
+
+from everlearn import L2, Batch, Chain, Freeze, Method
+
+
+@dataclass(eq=False)
+class Doubles(Method):
+    def task_loss(self, batch, out):
+        return 2 * batch.loss(out)
+
+
+@dataclass(eq=False)
+class Fixed(Method):
+    amount: float = 1.0
+    kind: Literal["a", "b"] = "a"
+    name: str | None = None
+
+    def penalty(self, model, batch=None, out=None):
+        return self.amount
+
+
+def batch():
+    return Batch(torch.rand(4, 3), torch.tensor([0, 1, 1, 0]))
+
+
+def test_fine_tuning_is_the_task_loss():
+    model, b = torch.nn.Linear(3, 2), batch()
+    assert torch.equal(Method().loss(model, b), torch.nn.functional.cross_entropy(model(b.x), b.y))
+
+
+def test_penalties_add_and_one_may_replace_the_task_loss():
+    model, b = torch.nn.Linear(3, 2), batch()
+    plain = Method().loss(model, b)
+    torch.testing.assert_close((Fixed(0.5) + Doubles() + Fixed(0.25)).loss(model, b), 2 * plain + 0.75)
+
+
+def test_two_methods_that_replace_the_same_verb_are_refused():
+    with pytest.raises(ValueError, match=r"Doubles and Doubles both define task_loss\(\); a chain can hold only one"):
+        Doubles() + Doubles()
+
+
+def test_chains_flatten_and_show_their_parts():
+    chain = Fixed() + (L2() + Freeze())
+    assert isinstance(chain, Chain) and [type(m) for m in chain.methods] == [Fixed, L2, Freeze]
+    assert repr(L2(2.0) + Freeze()) == "L2(strength=2.0) + Freeze(output=None)"
+
+
+def test_verbs_run_in_order():
+    calls = []
+
+    @dataclass(eq=False)
+    class Records(Method):
+        name: str = ""
+
+        def begin_task(self, model, task):
+            calls.append(self.name)
+
+    (Records("a") + Records("b")).begin_task(torch.nn.Linear(1, 1), None)
+    assert calls == ["a", "b"]
+
+
+def test_state_nests_and_refuses_what_does_not_fit():
+    model = torch.nn.Linear(3, 2)
+    chain = L2() + Freeze()
+    chain.end_task(model, None)
+    state = chain.state_dict()
+    assert set(state) == {"0", "1"} and torch.equal(state["0"]["anchor"]["weight"], model.weight)
+    other = L2() + Freeze()
+    other.load_state_dict(state)
+    assert torch.equal(other.methods[0].anchor["bias"], model.bias)
+    with pytest.raises(ValueError, match="does not fit L2"):
+        L2().load_state_dict(Freeze().state_dict())
+    with pytest.raises(ValueError, match="chain of 2 methods"):
+        (L2() + L2() + L2()).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"amount": "much"}, r"Fixed.amount: got 'much', allowed: float"),
+        ({"amount": True}, r"Fixed.amount: got True"),
+        ({"kind": "c"}, r"Fixed.kind: got 'c', allowed: 'a', 'b'"),
+        ({"name": 3}, r"Fixed.name: got 3, allowed: str, None"),
+    ],
+)
+def test_wrong_fields_are_named(fields, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        Fixed(**fields)
+
+
+def test_right_fields_pass():
+    assert Fixed(amount=1, kind="b", name="x").amount == 1
+
+
+def test_only_methods_can_be_chained():
+    with pytest.raises(TypeError, match="made of methods, got a int"):
+        Method() + 3
+
+
+def test_a_new_method_is_a_few_lines():
+    """Orthogonal-ish: a researcher's method that edits gradients works in the trainer without touching it."""
+
+    @dataclass(eq=False)
+    class Half(Method):
+        def before_step(self, model):
+            for p in model.parameters():
+                p.grad *= 0.5
+
+    from everlearn import train
+
+    data = torch.rand(8, 3), torch.arange(8) % 2
+    a, b = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    b.load_state_dict(a.state_dict())
+    train(a, Half(), data, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.2))
+    train(b, Method(), data, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1))
+    torch.testing.assert_close(a.weight, b.weight)

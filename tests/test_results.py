@@ -1,0 +1,108 @@
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from everlearn import L2, Method, Result, atomic, results, run, streams
+
+CONFIG = {"method": "L2", "stream": {"name": "digits"}, "scenario": "class", "seed": 0}
+
+
+def result(**config):
+    return Result(np.array([[1.0, 0.5], [0.4, 0.8]]), {**CONFIG, **config}, [0.5, 0.5], {"seconds": {"train": 1.5}})
+
+
+def test_round_trip(tmp_path):
+    path = result().save(tmp_path)
+    assert path.name.startswith("digits-class-l2-seed0-")
+    loaded = Result.load(path)
+    assert (loaded.accuracy == result().accuracy).all() and loaded.config == CONFIG
+    assert loaded.forgetting == pytest.approx(0.6) and loaded.forward_transfer == pytest.approx(0.0)
+    assert str(loaded) == "L2 (digits, class-incremental, seed 0): average accuracy 60.0 %, forgetting 60.0 %, 1.5 s"
+
+
+def test_every_configuration_has_its_own_file(tmp_path):
+    names = {results.file_name({**CONFIG, "training": {"epochs": e}, "seed": s}) for e in range(3) for s in range(3)}
+    assert len(names) == 9
+
+
+def test_a_run_that_is_there_is_read_not_done(tmp_path, small_net, small_stream, monkeypatch):
+    first = run(small_net, Method(), small_stream(), out=tmp_path)
+    assert len(results.load(tmp_path)) == 1
+    monkeypatch.setattr("everlearn.trainer.train", lambda *a, **k: pytest.fail("trained again"))
+    again = run(small_net, Method(), small_stream(), out=tmp_path)
+    assert again.made == first.made and (again.accuracy == first.accuracy).all()
+
+
+@pytest.mark.parametrize("change", ["force", "seed", "method", "epochs", "model", "data", "optimizer"])
+def test_another_run_is_done(change, tmp_path, small_net, small_stream):
+    def go(net=small_net, method=None, stream=None, **settings):
+        return run(net, method or Method(), stream or small_stream(), out=tmp_path, **settings)
+
+    first = go()
+    other = {
+        "force": lambda: go(force=True),
+        "seed": lambda: go(seed=1),
+        "method": lambda: go(method=L2()),
+        "epochs": lambda: go(epochs=2),
+        "model": lambda: go(net=small_net(64, 6)),
+        "data": lambda: go(
+            stream=streams.split(*streams.digits_data(), tasks=3, class_order=range(6), scenario="task")
+        ),
+        "optimizer": lambda: go(optimizer=lambda ps: torch.optim.SGD(ps, lr=0.2)),
+    }[change]()
+    assert other.cost["seconds"] != first.cost["seconds"]
+    assert len(results.load(tmp_path)) == (1 if change == "force" else 2)
+
+
+def test_the_facts_are_recorded(tmp_path, small_net, small_stream):
+    run(small_net, L2(2.0), small_stream(), out=tmp_path, epochs=2, seed=3)
+    (path,) = results.files(tmp_path)
+    stored = json.loads(path.read_text())
+    assert stored["config"]["method"] == "L2(strength=2.0)" and stored["config"]["seed"] == 3
+    assert stored["config"]["training"]["epochs"] == 2
+    assert stored["config"]["training"]["optimizer"]["lr"] == 0.1
+    assert {"python", "torch", "numpy", "everlearn"} <= set(stored["made"]["versions"])
+    assert "commit" in stored["made"]
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b'{"accuracy": [[1]]}', b"[]", b"\xff\xfe", b'{"format": 1, "accuracy": "x"}']
+)
+def test_a_corrupt_file_is_named_and_a_run_replaces_it(content, tmp_path, small_net, small_stream):
+    run(small_net, Method(), small_stream(), out=tmp_path)
+    (path,) = results.files(tmp_path)
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="is not a whole Everlearn result .*: delete it and run again"):
+        results.load(tmp_path)
+    run(small_net, Method(), small_stream(), out=tmp_path)
+    assert len(results.load(tmp_path)) == 1
+
+
+def test_folders_that_are_not_there_or_empty_or_closed(tmp_path):
+    with pytest.raises(FileNotFoundError, match="There is no folder"):
+        results.load(tmp_path / "none")
+    with pytest.raises(FileNotFoundError, match="holds no results"):
+        results.load(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="Cannot write to the folder"):
+        run(None, Method(), None, out=tmp_path / "file" / "folder")
+
+
+def test_a_broken_write_leaves_the_old_file_and_no_part(tmp_path, monkeypatch):
+    path = result().save(tmp_path)
+    before = path.read_bytes()
+    monkeypatch.setattr("os.fsync", lambda fd: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        atomic.write(path, b"new")
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+
+
+def test_fingerprints_tell_data_apart():
+    a = torch.rand(5000, 3)
+    b = a.clone()
+    b[1234, 1] += 1
+    assert results.fingerprint([a]) == results.fingerprint([a.clone()]) != results.fingerprint([b])
+    assert results.fingerprint([a]) != results.fingerprint([a[:4999]])
+    assert results.fingerprint([torch.tensor(1.0), torch.zeros(0)])

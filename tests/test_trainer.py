@@ -1,0 +1,210 @@
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import everlearn
+from everlearn import L2, Gaussian, Method, Task, evaluate, nets, run, streams, train
+
+X = torch.randn(64, 5)
+Y = (X[:, 0] > 0).long()
+
+
+def adam(ps):
+    return torch.optim.Adam(ps, lr=0.01)
+
+
+def linear():
+    torch.manual_seed(0)
+    return nn.Linear(5, 2)
+
+
+def equal(a, b):
+    return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def test_equals_a_hand_written_loop():
+    a, b = linear(), linear()
+    trained = train(a, Method(), Task((X, Y), id=2), optimizer=adam, epochs=3, batch_size=10, seed=7)
+    assert trained.steps == 21
+    optimizer = adam(b.parameters())
+    for batch in Task((X, Y), id=2).batches(10, epochs=3, seed=7):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(b(batch.x), batch.y).backward()
+        optimizer.step()
+    assert equal(a, b)
+
+
+def test_micro_batches_take_the_whole_batchs_step():
+    a, b = linear().double(), linear().double()
+    for model, parts in ((a, 1), (b, 3)):
+        method = L2(0.5)
+        method.end_task(model, None)
+        train(model, method, (X.double(), Y), epochs=2, batch_size=10, accumulate=parts)
+    for p, q in zip(a.parameters(), b.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=1e-12)
+
+
+def test_clipping_bounds_the_step():
+    model = linear()
+    before = model.weight.detach().clone()
+    train(model, Method(), (X * 1000, Y), optimizer=lambda ps: torch.optim.SGD(ps, lr=1.0), iterations=1, clip=0.01)
+    assert 0 < (model.weight - before).norm() <= 0.01 + 1e-6
+
+
+def test_a_scheduler_steps_with_the_optimizer():
+    rates = []
+
+    class Records(Method):
+        def after_step(self, model):
+            rates.append(optimizer.param_groups[0]["lr"])
+
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    planned = []
+
+    def schedule(opt, steps):
+        planned.append(steps)
+        return torch.optim.lr_scheduler.LinearLR(opt, 1.0, 0.0, steps)
+
+    train(model, Records(), (X, Y), optimizer=optimizer, epochs=2, batch_size=32, scheduler=schedule)
+    assert planned == [4] and rates == pytest.approx([1.0, 0.75, 0.5, 0.25])
+
+
+def test_bfloat16_trains_in_float32_weights():
+    model = linear()
+    train(model, Method(), (X, Y), epochs=20, precision="bfloat16")
+    assert model.weight.dtype == torch.float32
+    assert evaluate(model, Method(), [Task(None, (X, Y))])[0] > 0.85
+
+
+def test_a_kept_optimizer_goes_on_and_takes_in_new_parameters():
+    model = nn.Sequential(nn.Linear(5, 2))
+    first = train(model, Method(), (X, Y), optimizer=adam)
+    everlearn.heads.grow_output(model, 3)
+    second = train(model, Method(), (X, Y), optimizer=first.optimizer)
+    assert second.optimizer is first.optimizer
+    known = {id(p) for g in second.optimizer.param_groups for p in g["params"]}
+    assert all(id(p) in known for p in model.parameters())
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_optimizers_are_fresh_per_task_unless_kept(keep, small_net, small_stream):
+    made = []
+
+    def factory(ps):
+        made.append(len(ps))
+        return torch.optim.Adam(ps, lr=0.01)
+
+    run(small_net, Method(), small_stream(), optimizer=factory, keep_optimizer=keep)
+    assert len(made) - 1 == (1 if keep else 3), "one more only to describe it"
+
+
+def test_training_mode_is_the_trainers_and_evaluation_restores_it():
+    model = nn.Sequential(nn.Linear(5, 2), nn.Dropout(), nn.BatchNorm1d(2))
+    model[1].eval()
+    modes = [m.training for m in model.modules()]
+    statistics = model[2].running_mean.clone()
+    evaluate(model, Method(), [Task(None, (X, Y))])
+    assert modes == [m.training for m in model.modules()]
+    assert torch.equal(statistics, model[2].running_mean)
+
+
+def test_all_tasks_are_tested_after_each_the_future_ones_too():
+    stream = streams.digits("task")
+    result = run(nets.mlp, Method(), stream, epochs=3, batch_size=32)
+    assert result.accuracy.shape == (5, 5) and len(result.initial) == 5
+    assert (np.diagonal(result.accuracy) > 0.8).all()
+    assert (result.accuracy[0, 1:] > 0).all()
+
+
+def test_unlearned_classes_cannot_be_named_in_class_incremental_learning():
+    result = run(nets.mlp, Method(), streams.digits("class"), epochs=1)
+    assert (result.accuracy[np.triu_indices(5, 1)] == 0).all()
+
+
+def test_the_problem_is_visible_in_the_first_table():
+    stream = streams.digits("class")
+    forgets = run(nets.mlp, Method(), stream, epochs=10, batch_size=32)
+    joint = run(nets.mlp, Method(), stream.joint(), epochs=10, batch_size=32)
+    assert 0.15 < forgets.average_accuracy < 0.25 and forgets.forgetting > 0.9
+    assert joint.average_accuracy > 0.95 and joint.accuracy.shape == (1, 5)
+    assert math.isnan(joint.forgetting) and forgets.intransigence(joint) < 0.05
+
+
+def test_chunks_of_a_task_share_its_optimizer_and_its_test(small_net):
+    made = []
+
+    def factory(ps):
+        made.append(1)
+        return torch.optim.SGD(ps, lr=0.1)
+
+    stream = streams.online_digits("class")
+    result = run(small_net, Method(), stream, optimizer=factory)
+    assert result.accuracy.shape == (5, 5) and len(made) - 1 == 5
+
+
+def test_seeds_change_model_and_batches_but_methods_do_not(small_net, small_stream):
+    seen = {}
+    for name, method, seed in (("a", Method(), 0), ("b", L2(), 0), ("c", Method(), 1)):
+        first = []
+
+        def make(inputs, outputs, keep=first):
+            model = small_net(inputs, outputs)
+            keep.append(copy.deepcopy(model))
+            return model
+
+        stream = small_stream()
+        log = []
+        for task in stream:
+            task.transform = lambda x, log=log: log.append(x) or x
+        run(make, method, stream, epochs=2, seed=seed)
+        seen[name] = first[0], torch.cat(log)
+    assert equal(seen["a"][0], seen["b"][0]) and torch.equal(seen["a"][1], seen["b"][1])
+    assert not equal(seen["a"][0], seen["c"][0]) and not torch.equal(seen["a"][1], seen["c"][1])
+
+
+def test_a_module_is_copied_and_a_factory_without_arguments_called():
+    stream = streams.digits("domain")
+    model = nets.mlp(64, 2, hidden=(8,))
+    before = copy.deepcopy(model)
+    run(model, Method(), stream)
+    assert equal(model, before)
+    run(lambda: nets.mlp(64, 2, hidden=(8,)), Method(), stream)
+    with pytest.raises(TypeError, match="needs inputs, outputs, channels: give a function of"):
+        run(lambda inputs, outputs, channels: None, Method(), stream)
+
+
+def test_validation_data_can_be_tested_on(small_net):
+    stream = streams.digits("class", valid=0.2)
+    result = run(small_net, Method(), stream, split="valid")
+    assert result.config["training"]["split"] == "valid"
+    with pytest.raises(ValueError, match="task 0 has no valid data"):
+        run(small_net, Method(), streams.digits("class"), split="valid")
+
+
+def test_regression_is_learned_too():
+    x = torch.randn(200, 3)
+    y = x @ torch.tensor([[1.0], [2.0], [-1.0]])
+    stream = streams.from_tasks([((x, y), (x, y))], scenario="domain", likelihood=Gaussian())
+    result = run(lambda: nn.Linear(3, 1), Method(), stream, epochs=20, batch_size=20)
+    assert -1e-3 < result.average_accuracy <= 0, "minus the mean squared error"
+
+
+def test_costs_are_counted(small_net, small_stream):
+    result = run(small_net, L2(), small_stream())
+    assert set(result.cost["seconds"]) == {"train", "consolidate", "evaluate"} and result.seconds > 0
+    parameters = sum(p.numel() for p in small_net(64, 6).parameters())
+    assert result.cost["parameters"] == [parameters] * 3
+    assert result.cost["state_bytes"] == [4 * parameters] * 3
+    assert result.cost["peak_memory"] > 2**20
+
+
+def test_progress_bars_show_loss_on_demand(capsys):
+    train(linear(), Method(), Task((X, Y), id=0), iterations=40, progress=True)
+    assert "task 0" in capsys.readouterr().err
+    train(linear(), Method(), (X, Y), iterations=2)
+    assert capsys.readouterr().err == "", "not on a terminal"
