@@ -112,7 +112,7 @@ def test_iterations_cross_epochs_and_stop():
     assert [b.epoch for b in batches] == [0, 0, 0, 1, 1, 1, 2]
     assert [len(b) for b in batches] == [4, 4, 2, 4, 4, 2, 4]
     assert Task((X, Y)).planned_steps(4, epochs=3) == 9
-    assert Task((b for b in [(X, Y)])).planned_steps(4) is None
+    assert Task(b for b in [(X, Y)]).planned_steps(4) is None
 
 
 def test_joined_tasks_keep_rows_together():
@@ -156,7 +156,7 @@ def test_what_cannot_be_a_task(data, message):
 
 
 def test_a_generator_is_read_once():
-    task = Task((b for b in [(X, Y)]))
+    task = Task(b for b in [(X, Y)])
     with pytest.raises(ValueError, match="a generator can be read once only"):
         list(task.batches(4, epochs=2))
 

@@ -74,7 +74,7 @@ def test_a_corrupt_file_is_named_and_a_run_replaces_it(content, tmp_path, small_
     run(small_net, Method(), small_stream(), out=tmp_path)
     (path,) = results.files(tmp_path)
     path.write_bytes(content)
-    with pytest.raises(ValueError, match="is not a whole Everlearn result .*: delete it and run again"):
+    with pytest.raises(ValueError, match=r"is not a whole Everlearn result .*: delete it and run again"):
         results.load(tmp_path)
     run(small_net, Method(), small_stream(), out=tmp_path)
     assert len(results.load(tmp_path)) == 1

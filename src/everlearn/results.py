@@ -155,7 +155,7 @@ def fingerprint(tensors: Iterable[Tensor]) -> str:
         digest.update(repr(facts[:2]).encode())
         if facts not in read and tensor.numel():
             read.add(facts)
-            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

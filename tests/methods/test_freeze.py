@@ -48,5 +48,5 @@ def test_without_a_linear_layer_there_is_no_output_to_train():
     method = Freeze()
     model = nn.Conv2d(1, 1, 1)
     method.begin_task(model, None)
-    with pytest.raises(ValueError, match="Conv2d has no nn.Linear layer"):
+    with pytest.raises(ValueError, match=r"Conv2d has no nn.Linear layer"):
         method.begin_task(model, None)

@@ -23,7 +23,7 @@ def test_split_gives_every_class_to_one_task(scenario, data):
     assert stream.outputs == (2 if scenario == "domain" else 8) and stream.inputs == (1, 4, 4)
     for t, task in enumerate(stream):
         x, y = all_of(task)
-        mine = (Y == 2 * t) | (Y == 2 * t + 1)
+        mine = (2 * t == Y) | (2 * t + 1 == Y)
         assert torch.equal(x, X[mine])
         assert torch.equal(y, Y[mine] % 2 if scenario == "domain" else Y[mine])
         assert task.identity == (scenario == "task")

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 from everlearn.stream import Stream
 from everlearn.streams.build import from_tasks, online, permuted, rotated, split
-from everlearn.streams.digits import load as digits_data
 from everlearn.streams.digits import digits, online_digits, permuted_digits, rotated_digits
+from everlearn.streams.digits import load as digits_data
 
 STREAMS: dict[str, Callable[..., Stream]] = {
     "digits": digits,
