@@ -26,7 +26,7 @@ def by_hand(model, task, steps, batch_size):
     start = time.perf_counter()
     step = 0
     while step < steps:
-        order = torch.randperm(len(x), generator=generator(0, "batches", task.id, step * batch_size // len(x)))
+        order = torch.randperm(len(x), generator=generator(0, "batches", task.id, 0, step * batch_size // len(x)))
         for i in order.split(batch_size)[: steps - step]:
             loss = F.cross_entropy(model(x[i]), y[i])
             optimizer.zero_grad()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from everlearn import Method, Task, nets, run, streams, train
+from everlearn import Gaussian, Method, Task, evaluate, nets, run, streams, train
 
 X, Y = torch.rand(8, 4), torch.arange(8) % 2
 
@@ -19,12 +19,22 @@ def with_nan():
     ("data", "settings", "message"),
     [
         ((X[:0], Y[:0]), {}, "the task has no examples to train on"),
-        ((X, Y), {"epochs": 0}, "epochs must be at least 1, got 0; to test a model without training it use evaluate"),
-        ((X, Y), {"iterations": 0}, "iterations must be at least 1"),
-        ((X, Y), {"batch_size": 0}, "batch_size must be at least 1"),
-        ((X, Y), {"accumulate": 0}, "accumulate must be at least 1"),
+        (
+            (X, Y),
+            {"epochs": 0},
+            "epochs must be a whole number of at least 1, got 0; to test a model without training it use evaluate",
+        ),
+        ((X, Y), {"iterations": 0}, "iterations must be a whole number of at least 1"),
+        ((X, Y), {"batch_size": 0}, "batch_size must be a whole number"),
+        ((X, Y), {"accumulate": 0}, "accumulate must be a whole number"),
         ((X, Y), {"precision": "float16"}, "precision: got 'float16', allowed: 'float32', 'bfloat16'"),
-        ((with_nan(), Y), {}, r"NaN or infinite inputs in 1 of 8 examples \(first: example 3\): drop or fill"),
+        ((X, Y), {"epochs": 1.5}, "epochs must be a whole number of at least 1, got 1.5"),
+        ((X, Y), {"clip": -1.0}, "clip must be above 0"),
+        ((X, Y[:, None]), {}, r"outputs of shape \(8, 2\) for labels of shape \(8, 1\): use y.squeeze"),
+        ((X[:, :3], Y), {}, r"cannot take the inputs of the task \(float32 of shape \(8, 3\)\)"),
+        (((X * 255).to(torch.uint8), Y), {}, r"uint8 of shape \(8, 4\)\): convert them, x.float\(\) / 255"),
+        ([(X, Y, Y)], {}, r"must be a pair \(x, y\), got 3 parts"),
+        ([(X[0], Y[0])], {}, "one example at a time, not in batches"),
         ((X, Y + 2), {}, "Labels run from 2 to 3 but the model has only 2 outputs"),
         ((X, Y - 1), {}, "has the label -1: classes are numbered from 0"),
         ([], {}, "no examples to train on"),
@@ -77,6 +87,47 @@ def test_a_loss_that_is_no_number_names_task_epoch_and_step_and_saves_the_weight
     assert torch.equal(model.weight, method.kept)
 
 
-def test_nan_inputs_from_a_loader_are_blamed():
+def test_nan_inputs_are_blamed_and_counted():
     with pytest.raises(FloatingPointError, match="the batch has NaN or infinite inputs: clean the data"):
         train(nn.Linear(4, 2), Method(), [(with_nan(), Y)])
+    with pytest.raises(FloatingPointError, match=r"1 of 8 examples \(first: example 3\) has NaN or infinite inputs"):
+        train(nn.Linear(4, 2), Method(), (with_nan(), Y))
+
+
+def test_other_causes_of_a_loss_that_is_no_number():
+    targets = torch.full((8, 1), float("nan"))
+    with pytest.raises(FloatingPointError, match="NaN or infinite targets"):
+        train(nn.Linear(4, 1), Method(), Task((X, targets), likelihood=Gaussian()))
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X, Y), batch_size=8)
+    stream = streams.from_tasks([(loader, loader)], scenario="class", classes=[[0, 2]])
+    with pytest.raises(FloatingPointError, match="labels that the task's table of allowed classes does not name"):
+        train(nn.Linear(4, 3), Method(), stream[0])
+
+    class Breaks(Method):
+        def after_step(self, model):
+            with torch.no_grad():
+                model.weight.fill_(float("nan"))
+
+    with pytest.raises(FloatingPointError, match="no longer finite since the step before"):
+        train(nn.Linear(4, 2), Breaks(), (X, Y), epochs=2)
+
+
+def test_garbage_is_not_scored():
+    model = nn.Linear(4, 2)
+    for test, message in (
+        ((with_nan(), Y), "its inputs hold NaN"),
+        ((X, Y + 2), "tested on class 3 but the model has only 2"),
+    ):
+        with pytest.raises((FloatingPointError, ValueError), match=message):
+            evaluate(model, Method(), [Task(None, test)])
+    with torch.no_grad():
+        model.weight.fill_(float("nan"))
+    with pytest.raises(FloatingPointError, match="weights are no longer finite"):
+        evaluate(model, Method(), [Task(None, (X, Y))])
+
+
+def test_nothing_to_train_and_optimizers_with_a_will_of_their_own():
+    with pytest.raises(ValueError, match="nothing to train: every parameter of the model is frozen"):
+        train(nn.Linear(4, 2).requires_grad_(False), Method(), (X, Y))
+    with pytest.raises(TypeError, match="LBFGS calls the model itself"):
+        train(nn.Linear(4, 2), Method(), (X, Y), optimizer=lambda ps: torch.optim.LBFGS(ps))

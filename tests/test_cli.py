@@ -35,7 +35,7 @@ def test_streams_scenarios_methods_and_seeds_multiply(tmp_path, capsys):
     assert len(found) == 12
     assert {r.config["method"] for r in found} == {"finetune", "L2(strength=0.5) + Freeze", "joint"}
     text = capsys.readouterr().out
-    assert "[12/12]" in text and "digits, task-incremental" in text and "±" in text
+    assert "[12/12] joint" in text and "digits, task-incremental" in text and "±" in text
 
 
 def test_finished_runs_are_skipped_unless_forced(tmp_path):
@@ -84,13 +84,20 @@ def test_a_yaml_file_has_the_same_keys_and_the_command_line_wins(settings, tmp_p
         (["run", "--epochs", "0"], "epochs: got '0', allowed: greater than or equal to 1"),
         (["run", "--epochs", "many"], "epochs: got 'many', allowed: a valid integer"),
         (["run", "--optimizer", "sdg"], "optimizer: got 'sdg', allowed: 'sgd', 'adam', 'adamw' or 'rmsprop'"),
-        (["run", "--optimizer", "adam", "--momentum", "0.9"], "momentum: adam has none to set"),
+        (["run", "--momentum", "0.9"], "momentum: adam has none to set"),
         (["run", "--hidden", "wide"], "hidden: got 'wide', allowed: widths"),
         (["run", "--device", "gpu7"], "device 'gpu7' cannot be used here"),
+        (["run", "--methods", ""], "methods: got nothing"),
+        (["run", "--scenario", ","], "scenario: got nothing"),
+        (["run", "--optimizer", "adam", "--momentum", "1", "--dry-run"], "momentum: adam has none to set"),
+        (["run", "--methods", "l2", "--set", "l2.strength=-1"], "L2.strength: got -1.0, allowed: 0 or more"),
+        (["run", "--device", "meta"], "device 'meta' cannot be used here"),
         (["run", "--epoch", "3"], "Did you mean --epochs"),
         (["rum"], "run"),
         (["show", "ewcc"], "Unknown method 'ewcc'"),
-        (["compare", "--seeds", "0"], "seeds: got 0, allowed: at least 1"),
+        (["compare", "--seeds", "0"], "seeds: got '0', allowed: greater than or equal to 1"),
+        (["compare", "--seeds", "1.5"], "seeds: got '1.5'"),
+        (["run", "--methods", "l2+joint"], "not chained with another method"),
     ],
 )
 def test_wrong_words_are_answered_with_exit_code_2(words, message, capsys):
@@ -128,9 +135,9 @@ def test_an_unwritable_folder_fails_before_training(tmp_path, capsys):
 
 
 def test_a_run_that_fails_is_told_and_the_others_go_on(tmp_path, capsys):
-    assert run("--methods", "l2,finetune", "--set", "l2.strength=1e30", out=tmp_path) == 1
+    assert run("--methods", "l2,finetune", "--set", "l2.strength=1e300", out=tmp_path) == 1
     error = capsys.readouterr().err
-    assert "L2(strength=1e+30), seed 0 failed: The loss is" in error
+    assert "L2(strength=1e+300), seed 0 failed: The loss is" in error
     assert [r.config["method"] for r in results.load(tmp_path)] == ["finetune"]
 
 
@@ -139,7 +146,7 @@ def test_report(tmp_path, capsys):
     capsys.readouterr()
     assert start(["report", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "digits, class-incremental (accuracies in %, mean ± std over seeds)"
+    assert lines[0] == "digits, class-incremental (accuracy in %, mean ± std over seeds)"
     assert lines[3].startswith("joint") and lines[4].startswith("finetune")
     next(iter(results.files(tmp_path))).write_text("{")
     assert start(["report", str(tmp_path)]) == 1
@@ -157,8 +164,17 @@ def test_list_and_show(capsys):
         assert start(["show", name]) == 0
         text = capsys.readouterr().out
         assert "L = L_task" in text and text.startswith(f"{name} (")
+    assert start(["show", "joint"]) == 0 and "All tasks learned at once" in capsys.readouterr().out
     start(["show", "l2"])
-    assert "strength: float = 0.1\n      of the pull; 0 is fine-tuning." in capsys.readouterr().out
+    assert "strength: float, 0 or more = 0.1\n      of the pull; 0 is fine-tuning." in capsys.readouterr().out
+
+
+def test_online_streams_are_seen_once(tmp_path):
+    assert (
+        start(["run", "--stream", "online-digits", "--methods", "finetune", "--hidden", "16", "--out", str(tmp_path)])
+        == 0
+    )
+    assert results.load(tmp_path)[0].config["training"]["epochs"] == 1
 
 
 @pytest.mark.parametrize("words", [[], ["--help"], ["run", "--help"], ["compare", "--help"], ["--version"]])

@@ -4,7 +4,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from everlearn import Task
 from everlearn.data import Arrays, Batches, Items, as_source, join
@@ -24,6 +24,11 @@ class Noisy(Dataset):
         return torch.tensor([i, torch.rand(()), np.random.rand(), random.random()], dtype=torch.float32), i % 2
 
 
+class Endless(IterableDataset):
+    def __iter__(self):
+        return iter([])
+
+
 def everything(task, size=4, **kwargs):
     return torch.cat([b.x for b in task.batches(size, **kwargs)])
 
@@ -34,12 +39,13 @@ def everything(task, size=4, **kwargs):
         (X, Y),
         (X.numpy(), Y.numpy()),
         [X, Y],
+        (X, Y.tolist()),
         TensorDataset(X, Y),
         DataLoader(TensorDataset(X, Y), batch_size=4),
         [(X[:5], Y[:5]), (X[5:], Y[5:])],
         [(X[:5].numpy(), Y[:5].numpy()), (X[5:].numpy(), Y[5:].numpy())],
     ],
-    ids=["tensors", "numpy", "list", "dataset", "loader", "batches", "numpy batches"],
+    ids=["tensors", "numpy", "list", "list of labels", "dataset", "loader", "batches", "numpy batches"],
 )
 def test_a_task_is_whatever_people_have(data):
     task = Task(data, data, id=3)
@@ -129,7 +135,7 @@ def test_joined_datasets():
     source = join([Items(TensorDataset(X, Y)), Items(TensorDataset(X, Y))], [4, 5])
     x, _, t = (torch.cat(v) for v in zip(*source.batches(8, None, 0), strict=True))
     assert torch.equal(x, torch.cat([X, X])) and torch.equal(t, torch.tensor([4] * 10 + [5] * 10))
-    with pytest.raises(TypeError, match="can be joined when"):
+    with pytest.raises(TypeError, match="when all are arrays or all are Datasets; these are Batches, Items"):
         join([Items(TensorDataset(X, Y)), Batches([(X, Y)])], [0, 1])
 
 
@@ -148,6 +154,7 @@ def test_a_part_does_not_keep_the_whole_alive():
         ((X, Y[:4]), r"differ in length: \[4, 10\]"),
         ("digits", "Cannot learn from a str"),
         (3, "Cannot learn from a int"),
+        (Endless(), "wrap it, DataLoader"),
     ],
 )
 def test_what_cannot_be_a_task(data, message):
@@ -159,6 +166,17 @@ def test_a_generator_is_read_once():
     task = Task(b for b in [(X, Y)])
     with pytest.raises(ValueError, match="a generator can be read once only"):
         list(task.batches(4, epochs=2))
+
+
+def test_iterations_take_no_batch_too_many():
+    read = []
+
+    def endless():
+        while True:
+            read.append(1)
+            yield X, Y
+
+    assert len(list(Task(endless()).batches(4, iterations=3))) == 3 and len(read) == 3
 
 
 def test_strange_batches_are_refused():

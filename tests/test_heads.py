@@ -27,5 +27,7 @@ def test_errors_say_what_there_is():
     net = nn.Sequential(nn.Linear(2, 4))
     with pytest.raises(ValueError, match="cannot shrink to 3"):
         grow_output(net, 3)
+    with pytest.raises(ValueError, match="is the output layer itself"):
+        grow_output(nn.Linear(2, 2), 4)
     with pytest.raises(ValueError, match=r"no nn.Linear layer named 'fc'; its linear layers are: 0"):
         output_layer(net, "fc")

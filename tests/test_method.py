@@ -92,6 +92,23 @@ def test_wrong_fields_are_named(fields, message):
         Fixed(**fields)
 
 
+def test_ranges_are_kept():
+    with pytest.raises(ValueError, match=r"L2.strength: got -1.0, allowed: 0 or more"):
+        L2(-1.0)
+    with pytest.raises(TypeError, match=r"L2.strength: got 'x', allowed: float"):
+        L2("x")
+    with pytest.raises(ValueError, match="at least one method"):
+        Chain()
+
+
+def test_loaded_state_is_a_copy():
+    a, b = L2(), L2()
+    a.end_task(torch.nn.Linear(2, 2), None)
+    b.load_state_dict(a.state_dict())
+    b.anchor["weight"].zero_()
+    assert a.anchor["weight"].abs().sum() > 0
+
+
 def test_right_fields_pass():
     assert Fixed(amount=1, kind="b", name="x").amount == 1
 

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from everlearn import L2, Method, Result, atomic, results, run, streams
+import everlearn
+from everlearn import L2, Gaussian, Method, Result, atomic, nets, results, run, streams
 
-CONFIG = {"method": "L2", "stream": {"name": "digits"}, "scenario": "class", "seed": 0}
+CONFIG = {"method": "L2", "fingerprints": {}, "stream": {"name": "digits"}, "scenario": "class", "seed": 0}
 
 
 def result(**config):
@@ -30,7 +31,7 @@ def test_every_configuration_has_its_own_file(tmp_path):
 def test_a_run_that_is_there_is_read_not_done(tmp_path, small_net, small_stream, monkeypatch):
     first = run(small_net, Method(), small_stream(), out=tmp_path)
     assert len(results.load(tmp_path)) == 1
-    monkeypatch.setattr("everlearn.trainer.train", lambda *a, **k: pytest.fail("trained again"))
+    monkeypatch.setattr("everlearn.trainer._learn", lambda *a: pytest.fail("trained again"))
     again = run(small_net, Method(), small_stream(), out=tmp_path)
     assert again.made == first.made and (again.accuracy == first.accuracy).all()
 
@@ -62,9 +63,89 @@ def test_the_facts_are_recorded(tmp_path, small_net, small_stream):
     stored = json.loads(path.read_text())
     assert stored["config"]["method"] == "L2(strength=2.0)" and stored["config"]["seed"] == 3
     assert stored["config"]["training"]["epochs"] == 2
-    assert stored["config"]["training"]["optimizer"]["lr"] == 0.1
+    assert stored["config"]["training"]["groups"][0]["lr"] == 0.001
     assert {"python", "torch", "numpy", "everlearn"} <= set(stored["made"]["versions"])
     assert "commit" in stored["made"]
+
+
+X, Y = torch.rand(30, 4), torch.arange(30) % 2
+
+
+class Named(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.layer(x["a"])
+
+
+def own(train=None, net=None, **settings):
+    train = (X, Y) if train is None else train
+    test = train if net else (X, Y)
+    stream = streams.from_tasks([(train, test)], scenario="domain", outputs=2, **settings)
+    return lambda out: run(net or (lambda: nets.mlp(4, 2, hidden=(4,))), Method(), stream, out=out)
+
+
+def regression(variance):
+    pair = X, X[:, :2]
+    stream = streams.from_tasks([(pair, pair)], scenario="domain", likelihood=Gaussian(variance))
+    return lambda out: run(lambda: nets.mlp(4, 2, hidden=(4,)), Method(), stream, out=out)
+
+
+def scheduled(factor):
+    def schedule(optimizer, steps):
+        return torch.optim.lr_scheduler.ConstantLR(optimizer, factor)
+
+    stream = streams.from_tasks([((X, Y), (X, Y))], scenario="domain")
+    return lambda out: run(lambda: nets.mlp(4, 2), Method(), stream, out=out, scheduler=schedule)
+
+
+def halved(factor):
+    class Half(Method):
+        def before_step(self, model):
+            for p in model.parameters():
+                p.grad *= factor
+
+    return lambda out: run(nets.mlp, Half(), streams.digits(), out=out)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (own(torch.utils.data.TensorDataset(X, Y)), own(torch.utils.data.TensorDataset(X, 1 - Y))),
+        (own(({"a": X}, Y), net=Named), own(({"a": X + 1}, Y), net=Named)),
+        (own(transform=lambda x: x * 1.0), own(transform=lambda x: x * 2.0)),
+        (own([(X, Y)]), own([(X, 1 - Y)])),
+        (regression(1.0), regression(100.0)),
+        (scheduled(0.5), scheduled(0.1)),
+        (halved(0.5), halved(0.1)),
+    ],
+    ids=["dataset", "dict inputs", "transform", "batches", "likelihood", "scheduler", "a method's code"],
+)
+def test_whatever_decides_the_result_decides_whether_it_is_done(first, second, tmp_path):
+    for go in (first, second, first, second):
+        go(tmp_path)
+    assert len(results.load(tmp_path)) == 2
+
+
+def test_what_cannot_be_told_apart_is_done_again(tmp_path, monkeypatch):
+    def once():
+        yield X, Y
+
+    trained = []
+    learn = everlearn.trainer._learn
+    monkeypatch.setattr("everlearn.trainer._learn", lambda *a: trained.append(1) or learn(*a))
+    for _ in range(2):
+        stream = streams.from_tasks([(once(), (X, Y))], scenario="domain", outputs=2)
+        result = run(lambda: nets.mlp(4, 2), Method(), stream, out=tmp_path)
+    assert result.config["fingerprints"]["data"] is None and len(trained) == 2
+
+
+def test_results_saved_later_do_not_overwrite_each_other(tmp_path):
+    for shift in (0, 1):
+        own((X + shift, Y))(None).save(tmp_path)
+    assert len(results.load(tmp_path)) == 2
 
 
 @pytest.mark.parametrize(
@@ -74,7 +155,7 @@ def test_a_corrupt_file_is_named_and_a_run_replaces_it(content, tmp_path, small_
     run(small_net, Method(), small_stream(), out=tmp_path)
     (path,) = results.files(tmp_path)
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"is not a whole Everlearn result .*: delete it and run again"):
+    with pytest.raises(ValueError, match=r"is not a whole Everlearn result .*: move it away; a run is done again"):
         results.load(tmp_path)
     run(small_net, Method(), small_stream(), out=tmp_path)
     assert len(results.load(tmp_path)) == 1
@@ -87,7 +168,9 @@ def test_folders_that_are_not_there_or_empty_or_closed(tmp_path):
         results.load(tmp_path)
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="Cannot write to the folder"):
-        run(None, Method(), None, out=tmp_path / "file" / "folder")
+        run(nets.mlp, Method(), streams.digits(), out=tmp_path / "file" / "folder")
+    with pytest.raises(OSError, match="it is a file"):
+        run(nets.mlp, Method(), streams.digits(), out=tmp_path / "file")
 
 
 def test_a_broken_write_leaves_the_old_file_and_no_part(tmp_path, monkeypatch):
@@ -97,12 +180,3 @@ def test_a_broken_write_leaves_the_old_file_and_no_part(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="disk full"):
         atomic.write(path, b"new")
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
-
-
-def test_fingerprints_tell_data_apart():
-    a = torch.rand(5000, 3)
-    b = a.clone()
-    b[1234, 1] += 1
-    assert results.fingerprint([a]) == results.fingerprint([a.clone()]) != results.fingerprint([b])
-    assert results.fingerprint([a]) != results.fingerprint([a[:4999]])
-    assert results.fingerprint([torch.tensor(1.0), torch.zeros(0)])

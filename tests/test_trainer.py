@@ -17,6 +17,10 @@ def adam(ps):
     return torch.optim.Adam(ps, lr=0.01)
 
 
+def sgd(ps):
+    return torch.optim.SGD(ps, lr=0.1)
+
+
 def linear():
     torch.manual_seed(0)
     return nn.Linear(5, 2)
@@ -76,19 +80,126 @@ def test_a_scheduler_steps_with_the_optimizer():
 
 def test_bfloat16_trains_in_float32_weights():
     model = linear()
-    train(model, Method(), (X, Y), epochs=20, precision="bfloat16")
+    train(model, Method(), (X, Y), optimizer=sgd, epochs=20, precision="bfloat16")
     assert model.weight.dtype == torch.float32
     assert evaluate(model, Method(), [Task(None, (X, Y))])[0] > 0.85
 
 
 def test_a_kept_optimizer_goes_on_and_takes_in_new_parameters():
+    class Grows(Method):
+        def begin_task(self, model, task):
+            everlearn.heads.grow_output(model, model[0].out_features + 1)
+
     model = nn.Sequential(nn.Linear(5, 2))
-    first = train(model, Method(), (X, Y), optimizer=adam)
-    everlearn.heads.grow_output(model, 3)
-    second = train(model, Method(), (X, Y), optimizer=first.optimizer)
+    first = train(model, Grows(), (X, Y), optimizer=adam)
+    second = train(model, Grows(), (X, Y), optimizer=first.optimizer)
     assert second.optimizer is first.optimizer
     known = {id(p) for g in second.optimizer.param_groups for p in g["params"]}
     assert all(id(p) in known for p in model.parameters())
+
+
+def test_a_live_optimizer_is_the_users():
+    model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 2))
+    body = model[0].weight.detach().clone()
+    train(model, Method(), (X, Y), optimizer=torch.optim.SGD(model[1].parameters(), lr=0.1))
+    assert torch.equal(body, model[0].weight), "what it was not given, it does not train"
+
+
+def test_gradients_outside_the_optimizer_do_not_pile_up():
+    norms = []
+
+    class Records(Method):
+        def before_step(self, model):
+            norms.append(model[0].weight.grad.norm().item())
+
+    model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 2))
+    train(model, Records(), (X, Y), optimizer=lambda ps: torch.optim.SGD(ps[2:], lr=0.0), epochs=20)
+    assert max(norms) < 2 * min(norms)
+
+
+def test_a_scheduler_starts_anew_with_every_task(small_net, small_stream):
+    rates = []
+
+    def schedule(optimizer, steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+
+    run(small_net, Method(), small_stream(), scheduler=schedule, keep_optimizer=True)
+    assert rates == [0.001] * 3
+    with pytest.raises(ValueError, match="too short for a scheduler"):
+        run(small_net, Method(), streams.online_digits(), scheduler=schedule)
+
+
+def test_evaluation_takes_the_tasks_own_tables():
+    stream = streams.digits("task")
+    model = nets.mlp(64, 10)
+    for task in stream:
+        train(model, Method(), task, epochs=10, batch_size=32)
+    assert np.mean(evaluate(model, Method(), stream.exams)) > 0.9
+    assert evaluate(model, Method(), stream.exams) == evaluate(model, Method(), stream.exams, allowed=stream[4].allowed)
+
+
+def test_test_data_need_no_task():
+    model = linear()
+    right = evaluate(model, Method(), [Task(test=(X, Y))])
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X, Y), batch_size=10)
+    for data in ([(X, Y)], (X, Y), loader, [loader], Task(test=(X, Y))):
+        assert evaluate(model, Method(), data) == pytest.approx(right)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"method": Method}, "method must be a method such as"),
+        ({"stream": [1]}, "stream must be a Stream, got a list"),
+        ({"optimizer": "adam"}, "optimizer must be a function"),
+        ({"seed": 1.5}, "seed must be a whole number, got 1.5"),
+        ({"split": "tset"}, "split: got 'tset', allowed: 'train', 'valid', 'test'"),
+        ({"make_model": lambda: None}, "must make a torch.nn.Module, it made a NoneType"),
+    ],
+)
+def test_arguments_of_the_wrong_kind(change, message):
+    arguments = {"make_model": nets.mlp, "method": Method(), "stream": streams.digits(), **change}
+    with pytest.raises((TypeError, ValueError), match=message):
+        run(**arguments)
+
+
+def test_a_stream_of_loaders_tells_its_inputs_where_it_can():
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X, Y), batch_size=10)
+    stream = streams.from_tasks([(loader, loader)], scenario="domain", outputs=2)
+    assert stream.inputs == (5,)
+    run(nets.mlp, Method(), stream)
+    unknown = streams.from_tasks([((b for b in [(X, Y)]), (X, Y))], scenario="domain", outputs=2)
+    with pytest.raises(ValueError, match="does not tell the shape of its inputs"):
+        run(nets.mlp, Method(), unknown)
+
+
+def test_models_and_batches_that_do_not_fit_are_explained():
+    class Twice(nn.Module):
+        def forward(self, x):
+            return x, x
+
+    with pytest.raises(TypeError, match="must give a tensor of outputs, it gave a tuple"):
+        train(nn.Sequential(nn.Linear(5, 2), Twice()), Method(), (X, Y))
+    norm = nn.Sequential(nn.Linear(5, 2), nn.BatchNorm1d(2))
+    with pytest.raises(ValueError, match="batch of one example, which BatchNorm cannot learn from"):
+        train(norm, Method(), (X, Y), batch_size=63)
+    with pytest.raises(TypeError, match="float64 inputs but the model's weights are float32"):
+        run(
+            lambda: nn.Linear(5, 2),
+            Method(),
+            streams.from_tasks([((X.double(), Y), (X.double(), Y))], scenario="domain"),
+        )
+
+
+def test_token_micro_batches_count_tokens():
+    x, y = torch.randn(6, 3, 5, dtype=torch.double), torch.randint(2, (6, 3))
+    y[0] = -100
+    y[1, 1:] = -100
+    models = [linear().double() for _ in range(2)]
+    for model, parts in zip(models, (1, 6), strict=True):
+        train(model, Method(), (x, y), batch_size=6, accumulate=parts)
+    torch.testing.assert_close(models[0].weight, models[1].weight, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("keep", [False, True])
@@ -100,7 +211,7 @@ def test_optimizers_are_fresh_per_task_unless_kept(keep, small_net, small_stream
         return torch.optim.Adam(ps, lr=0.01)
 
     run(small_net, Method(), small_stream(), optimizer=factory, keep_optimizer=keep)
-    assert len(made) - 1 == (1 if keep else 3), "one more only to describe it"
+    assert len(made) - 1 == (1 if keep else 3), "one more is made for the record"
 
 
 def test_training_mode_is_the_trainers_and_evaluation_restores_it():
@@ -144,6 +255,7 @@ def test_chunks_of_a_task_share_its_optimizer_and_its_test(small_net):
 
     stream = streams.online_digits("class")
     result = run(small_net, Method(), stream, optimizer=factory)
+    assert len({tuple(next(t.batches(10)).x.flatten().tolist()) for t in stream}) == len(stream)
     assert result.accuracy.shape == (5, 5) and len(made) - 1 == 5
 
 
@@ -186,12 +298,28 @@ def test_validation_data_can_be_tested_on(small_net):
         run(small_net, Method(), streams.digits("class"), split="valid")
 
 
+def test_a_model_made_with_numpys_random_numbers_is_reproducible():
+    def make():
+        model = nn.Linear(64, 10)
+        model.weight.data = torch.from_numpy(np.random.randn(10, 64)).float()
+        return nn.Sequential(nn.Flatten(), model)
+
+    before = np.random.get_state()[1].copy()
+    runs = [run(make, Method(), streams.digits("class")).accuracy for _ in range(2)]
+    assert (runs[0] == runs[1]).all() and (np.random.get_state()[1] == before).all()
+
+
+def test_numpy_seeds_are_seeds(small_net, small_stream):
+    runs = [run(small_net, Method(), small_stream(), seed=s).accuracy for s in (3, np.int64(3))]
+    assert (runs[0] == runs[1]).all()
+
+
 def test_regression_is_learned_too():
     x = torch.randn(200, 3)
-    y = x @ torch.tensor([[1.0], [2.0], [-1.0]])
+    y = x @ torch.tensor([[1.0], [2.0], [-1.0]]) + 0.01 * torch.randn(200, 1)
     stream = streams.from_tasks([((x, y), (x, y))], scenario="domain", likelihood=Gaussian())
-    result = run(lambda: nn.Linear(3, 1), Method(), stream, epochs=20, batch_size=20)
-    assert -1e-3 < result.average_accuracy <= 0, "minus the mean squared error"
+    result = run(lambda: nn.Linear(3, 1), Method(), stream, optimizer=sgd, epochs=20, batch_size=20)
+    assert -1e-3 < result.average_accuracy <= 0 and "average minus squared error -" in str(result)
 
 
 def test_costs_are_counted(small_net, small_stream):
@@ -200,7 +328,13 @@ def test_costs_are_counted(small_net, small_stream):
     parameters = sum(p.numel() for p in small_net(64, 6).parameters())
     assert result.cost["parameters"] == [parameters] * 3
     assert result.cost["state_bytes"] == [4 * parameters] * 3
-    assert result.cost["peak_memory"] > 2**20
+
+
+def test_peak_memory_is_that_of_the_run():
+    x, y = torch.rand(64, 10), torch.arange(64) % 2
+    stream = streams.from_tasks([((x, y), (x, y))], scenario="domain")
+    wide = run(lambda: nets.mlp(10, 2, hidden=(2_000_000,)), Method(), stream, optimizer=sgd)
+    assert wide.cost["peak_memory"] > 4 * 20_000_000, "at least a gradient of all weights"
 
 
 def test_progress_bars_show_loss_on_demand(capsys):

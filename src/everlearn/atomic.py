@@ -25,6 +25,8 @@ def write(path: Path, content: bytes) -> None:
 def writable_folder(folder: str | os.PathLike[str]) -> Path:
     """The folder, made if missing; an error before any work is done if nothing can be written there."""
     path = Path(folder)
+    if path.exists() and not path.is_dir():
+        raise OSError(f"Cannot write to the folder {path}: it is a file; choose another one for the results.")
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):

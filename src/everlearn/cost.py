@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -35,15 +36,16 @@ class Clock:
             self.seconds[purpose] += spent
 
 
-def reset_peak_memory(device: torch.device) -> None:
-    """Start measuring the peak anew, where the system can."""
+def reset_peak_memory(device: torch.device) -> int:
+    """Start measuring the peak anew, where the system can, and return what is held now."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
         try:
             Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak becomes what is resident now
         except OSError:
-            return
+            return 0
+    return peak_memory(device)
 
 
 def peak_memory(device: torch.device) -> int:
@@ -54,9 +56,17 @@ def peak_memory(device: torch.device) -> int:
         status = Path("/proc/self/status").read_text()
         return 1024 * int(status.split("VmHWM:")[1].split()[0])
     except (OSError, IndexError):
-        import resource  # not on Windows, where the line above is not either
+        return _peak_of_the_process()
 
-        return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+def _peak_of_the_process() -> int:
+    """Where the system cannot start anew: since the process began; 0 where it does not tell at all."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
 
 
 def state_bytes(state: dict[str, Any]) -> int:

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.data import ConcatDataset, DataLoader, Dataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset
 
-from everlearn.seeds import derive, generator, seeded
+from everlearn.seeds import derive, generator, reseed, seeded
 
 Inputs = Any  # a tensor, or a dict or tuple of tensors that all have one row per example
 Rows = tuple[Inputs, Tensor | None, Tensor | None]
@@ -98,9 +98,10 @@ class Joined:
 
     def _rows(self, index: Tensor, ends: Tensor) -> Rows:
         owner = torch.bucketize(index, ends, right=True)
-        starts = ends - torch.tensor([len(part) for part in self.parts])
-        where = [(owner == k).nonzero().flatten() for k in range(len(self.parts))]
-        rows = [part.rows(index[w] - starts[k]) for k, (part, w) in enumerate(zip(self.parts, where, strict=True))]
+        present = owner.unique().tolist()
+        where = [(owner == k).nonzero().flatten() for k in present]
+        starts = [int(ends[k]) - len(self.parts[k]) for k in present]
+        rows = [self.parts[k].rows(index[w] - s) for k, w, s in zip(present, where, starts, strict=True)]
         back = torch.cat(where).argsort()  # the parts' rows one after another, put back into the order asked for
         x = tree_map(lambda *v: torch.cat(v)[back], *(x for x, _, _ in rows))
         y = torch.cat([y for _, y, _ in rows if y is not None])[back]
@@ -117,6 +118,7 @@ class Items:
 
     dataset: Dataset[Any]
     workers: int = 0
+    marked: bool = False  # items are (x, y, task)
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]
@@ -131,7 +133,7 @@ class Items:
             num_workers=self.workers,
             generator=generator(seed),  # or it would draw from the global one
         )
-        return map(_as_rows, loader)
+        return (_as_rows(batch, self.marked) for batch in loader)
 
 
 @dataclass(eq=False)
@@ -165,10 +167,13 @@ class _Drawn(Dataset[Any]):
     def __init__(self, dataset: Dataset[Any]) -> None:
         self.dataset = dataset
 
-    def __getitem__(self, key: tuple[int, int]) -> Any:
-        index, seed = key
-        with seeded(seed):
-            return self.dataset[index]
+    def __getitems__(self, keys: list[tuple[int, int]]) -> list[Any]:
+        with seeded(0):  # the state outside is saved once a batch
+            return [self._draw(index, seed) for index, seed in keys]
+
+    def _draw(self, index: int, seed: int) -> Any:
+        reseed(seed)
+        return self.dataset[index]
 
 
 def as_source(data: Any, workers: int = 0) -> Source:
@@ -186,9 +191,11 @@ def as_source(data: Any, workers: int = 0) -> Source:
         return Arrays(_tensor(data))
     if isinstance(data, DataLoader):
         return Batches(data)
+    if isinstance(data, IterableDataset):
+        raise TypeError("An IterableDataset has no batches of its own: wrap it, DataLoader(dataset, batch_size=…).")
     if isinstance(data, Dataset):
         return Items(data, workers)
-    if isinstance(data, (tuple, list)) and len(data) == 2 and _is_array(data[1]):
+    if isinstance(data, (tuple, list)) and len(data) == 2 and _are_labels(data[1]):
         return Arrays(tree_map(_tensor, data[0]), _tensor(data[1]))
     if isinstance(data, Iterable) and not isinstance(data, (str, bytes, Mapping)):
         return Batches(data)
@@ -207,10 +214,9 @@ def join(sources: Sequence[Source], tasks: Sequence[int]) -> Source:
     if len(items) == len(sources):
         workers = max(s.workers for s in items)
         marked: list[Dataset[Any]] = [_Marked(s.dataset, t) for s, t in zip(items, tasks, strict=True)]
-        return Items(ConcatDataset(marked), workers)
-    raise TypeError(
-        "Tasks can be joined when all are arrays in memory or all are Datasets, not DataLoaders or iterables."
-    )
+        return Items(ConcatDataset(marked), workers, marked=True)
+    kinds = ", ".join(sorted({type(s).__name__ for s in sources}))
+    raise TypeError(f"Tasks can be learned as one when all are arrays or all are Datasets; these are {kinds}.")
 
 
 class _Marked(Dataset[Any]):
@@ -227,22 +233,33 @@ class _Marked(Dataset[Any]):
         return x, y, self.task
 
 
-def _as_rows(batch: Any) -> Rows:
-    if isinstance(batch, (tuple, list)) and len(batch) in (2, 3):
+def _as_rows(batch: Any, marked: bool = False) -> Rows:
+    if isinstance(batch, (tuple, list)) and len(batch) == 2 + marked:
         x, y, *t = batch
-        return tree_map(_tensor, x), _tensor(y), _tensor(t[0]) if t else None
+        labels = _tensor(y)
+        if not labels.dim():
+            raise TypeError("The data come one example at a time, not in batches: give the DataLoader a batch_size.")
+        return tree_map(_tensor, x), labels, _tensor(t[0]) if t else None
     if isinstance(batch, (Tensor, np.ndarray)):
         return _tensor(batch), None, None
-    raise TypeError(f"A batch must be a pair (x, y), got a {type(batch).__name__}; wrap your loader to yield pairs.")
+    kind = f"{len(batch)} parts" if isinstance(batch, (tuple, list)) else f"a {type(batch).__name__}"
+    raise TypeError(f"A batch must be a pair (x, y), got {kind}: wrap your data to yield pairs.")
 
 
-def _is_array(value: Any) -> bool:
-    return isinstance(value, (Tensor, np.ndarray))
+def _are_labels(value: Any) -> bool:
+    """An array, or a list of numbers; a list of batches is something else."""
+    numbers = isinstance(value, (list, range)) and len(value) > 0 and isinstance(value[0], (int, float))
+    return numbers or isinstance(value, (Tensor, np.ndarray))
 
 
 def _tensor(value: Any) -> Tensor:
     """Numpy's float64 becomes torch's default, because numpy makes it unasked; a tensor stays what it is."""
     if isinstance(value, Tensor):
         return value
-    tensor = torch.as_tensor(value)
+    try:
+        tensor = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(
+            f"Data and labels must be numbers, got {type(value).__name__} of others: number the classes."
+        ) from None
     return tensor.to(torch.get_default_dtype()) if tensor.dtype == torch.float64 else tensor

@@ -25,7 +25,7 @@ def output_layer(model: nn.Module, name: str | None = None) -> tuple[str, nn.Lin
 
 
 def grow_output(model: nn.Module, outputs: int, name: str | None = None) -> None:
-    """Give the output layer more outputs; what it computed before, it computes after, bit for bit.
+    """Give the output layer more outputs; its old outputs stay the same, to rounding.
 
     New rows start as a new layer's would. Make the optimizer after growing, or tell it of the new parameters.
 
@@ -35,6 +35,10 @@ def grow_output(model: nn.Module, outputs: int, name: str | None = None) -> None
     Linear(in_features=4, out_features=5, bias=True)
     """
     name, old = output_layer(model, name)
+    if not name:
+        raise ValueError(
+            "The model is the output layer itself and cannot be replaced: put it into nn.Sequential(layer)."
+        )
     if outputs < old.out_features:
         raise ValueError(
             f"The output layer {name!r} has {old.out_features} outputs already; it cannot shrink to {outputs}."

@@ -26,6 +26,15 @@ class Likelihood(ABC):
     def score(self, out: Tensor, y: Tensor, allowed: Tensor | None = None) -> Tensor:
         """How good each example's output is, higher is better; the mean is what the accuracy matrix holds."""
 
+    @property
+    def score_name(self) -> str:
+        """What the score is called."""
+        return "accuracy"
+
+    def weight(self, y: Tensor) -> int:
+        """How many labels the loss of a batch with these is a mean over."""
+        return len(y)
+
     @abstractmethod
     def labels(self, y: Tensor) -> Tensor:
         """The labels in the dtype this likelihood needs, or an error that says what they should be."""
@@ -66,6 +75,8 @@ class Categorical(Likelihood):
     def loss(self, out: Tensor, y: Tensor, allowed: Tensor | None = None) -> Tensor:
         """Cross-entropy, averaged over examples (and tokens)."""
         logits = self.logits(out, allowed)
+        if y.shape != out.shape[:-1]:
+            raise ValueError(_shapes(out, y))
         try:
             return F.cross_entropy(logits if logits.dim() == 2 else logits.flatten(0, -2), y.flatten())
         except IndexError:
@@ -76,11 +87,17 @@ class Categorical(Likelihood):
 
     def score(self, out: Tensor, y: Tensor, allowed: Tensor | None = None) -> Tensor:
         """1 where the most likely allowed class is the label, else 0; the share of right tokens for token labels."""
+        if y.shape != out.shape[:-1]:
+            raise ValueError(_shapes(out, y))
         hit = self.logits(out, allowed).argmax(-1) == y
         if y.dim() == 1:
             return hit.float()
         counted = y != -100
         return (hit & counted).flatten(1).sum(1) / counted.flatten(1).sum(1).clamp(min=1)
+
+    def weight(self, y: Tensor) -> int:
+        """Examples, or tokens that are not ignored."""
+        return len(y) if y.dim() == 1 else int((y != -100).sum())
 
     def labels(self, y: Tensor) -> Tensor:
         """Class numbers as int64."""
@@ -110,6 +127,15 @@ class Gaussian(Likelihood):
     """
 
     variance: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.variance < float("inf"):
+            raise ValueError(f"Gaussian.variance must be a finite number above 0, got {self.variance}.")
+
+    @property
+    def score_name(self) -> str:
+        """A score of 0 is perfect."""
+        return "minus squared error"
 
     def loss(self, out: Tensor, y: Tensor, allowed: Tensor | None = None) -> Tensor:
         """Half the squared error summed over outputs, over the variance, averaged over examples."""
@@ -163,11 +189,18 @@ class Bernoulli(Likelihood):
                 f"Bernoulli needs a row of zeros and ones per example, got labels of shape {tuple(y.shape)}: "
                 "use y[:, None] for a single label, or Categorical() for class numbers."
             )
+        if y.numel() and (y.min() < 0 or y.max() > 1):
+            raise ValueError(f"Bernoulli needs labels from 0 to 1, got some from {y.min().item()} to {y.max().item()}.")
         return y.to(torch.get_default_dtype())
 
     def outputs(self, y: Tensor) -> int:
         """One per label."""
         return y.shape[1]
+
+
+def _shapes(out: Tensor, y: Tensor) -> str:
+    hint = "use y.squeeze(1)" if y.shape == (*out.shape[:-1], 1) else "give one class number per row of outputs"
+    return f"The model gives outputs of shape {tuple(out.shape)} for labels of shape {tuple(y.shape)}: {hint}."
 
 
 def _per_token(allowed: Tensor, out: Tensor) -> Tensor:

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import copy
 import types
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from numbers import Integral, Real
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from torch import Tensor, nn
 
 from everlearn.stream import Batch
+
+
+@dataclass(frozen=True)
+class Range:
+    """What a numeric field may be, both ends included; written beside the field: ``Annotated[float, Range(0, 1)]``."""
+
+    low: float
+    high: float = float("inf")
+
+    def __str__(self) -> str:
+        return f"{self.low:g} or more" if self.high == float("inf") else f"{self.low:g} to {self.high:g}"
+
+
+NonNegative = Annotated[float, Range(0)]
 
 
 @dataclass(eq=False)
@@ -75,6 +91,11 @@ class Method:
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Task loss plus penalty: the one call a training step needs."""
         out = model(batch.x)
+        if not isinstance(out, Tensor):
+            raise TypeError(
+                f"The model must give a tensor of outputs, it gave a {type(out).__name__}: wrap it in a module whose "
+                "forward(x) returns the outputs alone."
+            )
         loss, penalty = self.task_loss(batch, out), self.penalty(model, batch, out)
         self.observe(batch, out.detach())
         return loss if isinstance(penalty, float) and penalty == 0.0 else loss + penalty
@@ -100,7 +121,10 @@ class Method:
             if hasattr(own := getattr(self, name), "load_state_dict"):
                 own.load_state_dict(value)
             else:
-                setattr(self, name, value)
+                setattr(self, name, copy.deepcopy(value))  # or two methods would share what they learn
+
+    def detach(self, model: nn.Module) -> None:
+        """Take off whatever the method has put on the model (hooks, frozen flags) and leave a plain module."""
 
     def __add__(self, other: Method) -> Chain:
         return Chain(self, other)
@@ -118,6 +142,8 @@ class Chain(Method):
         for m in methods:
             if not isinstance(m, Method):
                 raise TypeError(f"A chain is made of methods, got a {type(m).__name__}.")
+        if not methods:
+            raise ValueError("A chain needs at least one method.")
         self.methods: list[Method] = [
             m for method in methods for m in (method.methods if isinstance(method, Chain) else [method])
         ]
@@ -173,6 +199,11 @@ class Chain(Method):
         """That of the one method that replaces it."""
         return self._owner["predict"].predict(model, x, task)
 
+    def detach(self, model: nn.Module) -> None:
+        """Each, the last first."""
+        for m in reversed(self.methods):
+            m.detach(model)
+
     def parameters(self) -> Iterable[nn.Parameter]:
         """Those of all."""
         return [p for m in self.methods for p in m.parameters()]
@@ -204,7 +235,7 @@ def label(method: Method) -> str:
 
 
 def _hints(method: Method) -> Iterator[tuple[str, Any]]:
-    hints = get_type_hints(type(method))
+    hints = get_type_hints(type(method), include_extras=True)
     return ((f.name, hints[f.name]) for f in fields(method))
 
 
@@ -215,6 +246,13 @@ def check_field(name: str, value: object, hint: Any) -> None:
     Traceback (most recent call last):
     ValueError: EWC.mode: got 'onlin', allowed: 'online', 'separate'.
     """
+    if get_origin(hint) is Annotated:
+        hint, *extras = get_args(hint)
+        check_field(name, value, hint)
+        for extra in extras:
+            if isinstance(extra, Range) and not extra.low <= float(value) <= extra.high:  # type: ignore[arg-type]
+                raise ValueError(f"{name}: got {value!r}, allowed: {extra}.")
+        return
     options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     literals = [v for o in options if get_origin(o) is Literal for v in get_args(o)]
     if value in literals:
@@ -223,8 +261,8 @@ def check_field(name: str, value: object, hint: Any) -> None:
     if not all(isinstance(k, type) for k in kinds):
         return  # a kind that isinstance cannot judge, such as Any
     if not isinstance(value, bool) or bool in kinds:  # True is an int to Python, not to people
-        numbers = [int] if float in kinds and not isinstance(value, bool) else []
-        if isinstance(value, (*kinds, *numbers)):
+        wider = [Real] * (float in kinds) + [Integral] * (int in kinds)  # numpy's numbers are numbers
+        if isinstance(value, (*kinds, *wider)):
             return
     wanted = ", ".join([*map(repr, literals), *("None" if k is types.NoneType else k.__name__ for k in kinds)])
     raise (ValueError if literals else TypeError)(f"{name}: got {value!r}, allowed: {wanted}.")

@@ -41,7 +41,7 @@ def learning_accuracy(accuracy: ArrayLike) -> float:
 
 
 def forgetting(accuracy: ArrayLike) -> float:
-    """Mean over earlier tasks of the best accuracy ever had minus the last (Chaudhry et al., 2018).
+    """Mean over earlier tasks of the best accuracy since they were learned, minus the last (Chaudhry et al., 2018).
 
     >>> forgetting([[1.0, 0.5], [0.4, 0.8]])
     0.6
@@ -96,5 +96,5 @@ def _square(accuracy: ArrayLike) -> Matrix:
 
 
 def _mean(values: ArrayLike) -> float:
-    values = np.asarray(values, dtype=np.float64)
-    return round(float(values.mean()), 12) if values.size else float("nan")
+    values = np.asarray(values, dtype=np.float64)  # rounded below: 0.3, not 0.30000000000000004
+    return round(float(values.mean()), 12) + 0.0 if values.size else float("nan")

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import json
 import os
 import platform
 import re
 import subprocess
-from collections.abc import Iterable
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from everlearn import atomic, metrics
 
 FORMAT = 1
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Result:
     """One run: what was measured, what it cost, and everything needed to do it again.
 
@@ -35,7 +34,7 @@ class Result:
         cost: seconds by purpose, peak memory, and per learned task parameters and bytes of method state.
         made: versions, commit and time.
 
-    >>> r = Result(np.array([[1.0, 0.5], [0.4, 0.8]]), {"method": "L2()"})
+    >>> r = Result(np.array([[1.0, 0.5], [0.4, 0.8]]), {"method": "L2"})
     >>> r.average_accuracy, r.forgetting
     (0.6, 0.6)
     """
@@ -88,8 +87,12 @@ class Result:
     def __str__(self) -> str:
         c = self.config
         where = f"{c.get('stream', {}).get('name', '')}, {c.get('scenario', '')}-incremental, seed {c.get('seed')}"
-        forgot = "" if np.isnan(self.forgetting) else f", forgetting {100 * self.forgetting:.1f} %"
-        return f"{c['method']} ({where}): average accuracy {100 * self.average_accuracy:.1f} %{forgot}, {self.seconds:.1f} s"
+        name = c.get("score", "accuracy")
+        forgot = "" if np.isnan(self.forgetting) else f", forgetting {amount(self.forgetting, name)}"
+        average = amount(self.average_accuracy, name)
+        return f"{c['method']} ({where}): average {name} {average}{forgot}, {self.seconds:.1f} s"
+
+    __repr__ = __str__
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Write the result into a folder, under the name its configuration gives it."""
@@ -102,7 +105,7 @@ class Result:
             "cost": self.cost,
             "made": self.made,
         }
-        atomic.write(path, json.dumps(content, indent=1, ensure_ascii=False).encode())
+        atomic.write(path, json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False).encode())
         return path
 
     @classmethod
@@ -111,17 +114,14 @@ class Result:
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
             accuracy = np.array(content["accuracy"], dtype=np.float64)
-            if (
-                content["format"] != FORMAT
-                or accuracy.ndim != 2
-                or not accuracy.size
-                or "method" not in content["config"]
-            ):
+            named = {"method", "fingerprints"} <= set(content["config"])
+            kinds = isinstance(content["cost"], dict) and isinstance(content["made"], dict)
+            if content["format"] != FORMAT or accuracy.ndim != 2 or not accuracy.size or not (named and kinds):
                 raise ValueError("unknown format")
             return cls(accuracy, content["config"], content["initial"], content["cost"], content["made"])
         except (ValueError, KeyError, TypeError, UnicodeDecodeError) as error:
             raise ValueError(
-                f"{path} is not a whole Everlearn result ({type(error).__name__}: {error}): delete it and run again."
+                f"{path} is not a whole Everlearn result ({type(error).__name__}: {error}): move it away; a run is done again."
             ) from None
 
 
@@ -134,9 +134,18 @@ def files(folder: str | os.PathLike[str]) -> list[Path]:
     """The result files of a folder; an error says so where there are none."""
     if not Path(folder).is_dir():
         raise FileNotFoundError(f"There is no folder {folder}: make results with 'everlearn run --out {folder}' first.")
-    if not (found := sorted(Path(folder).glob("*.json"))):
+    if not (found := sorted(p for p in Path(folder).glob("*.json") if p.is_file())):
         raise FileNotFoundError(f"The folder {folder} holds no results: make some with 'everlearn run --out {folder}'.")
     return found
+
+
+def amount(score: float, name: str) -> str:
+    """An accuracy in per cent, another score as it is.
+
+    >>> amount(0.5, "accuracy"), amount(-1.5, "minus squared error")
+    ('50.0 %', '-1.5')
+    """
+    return f"{100 * score:.1f} %" if name == "accuracy" else f"{score:.4g}"
 
 
 def file_name(config: dict[str, Any]) -> str:
@@ -147,26 +156,24 @@ def file_name(config: dict[str, Any]) -> str:
     return f"{readable}-seed{config.get('seed', 0)}-{digest}.json"
 
 
-def fingerprint(tensors: Iterable[Tensor]) -> str:
-    """A short word that changes when any byte or shape does; tensors that share memory are read once."""
-    digest, read = hashlib.blake2b(digest_size=8), set()
-    for tensor in tensors:
-        facts = (tuple(tensor.shape), str(tensor.dtype), tensor.data_ptr())
-        digest.update(repr(facts[:2]).encode())
-        if facts not in read and tensor.numel():
-            read.add(facts)
-            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
-
-
 def provenance() -> dict[str, Any]:
     """Versions and the commit of the working folder, to do a run again as it was."""
     packages = ("everlearn", "torch", "numpy")
     return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {"python": platform.python_version(), **{p: version(p) for p in packages}},
+        "threads": torch.get_num_threads(),
         "platform": platform.platform(),
         "commit": _commit(os.getcwd()),
     }
+
+
+def version(package: str = "everlearn") -> str | None:
+    """The installed version of a package."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None  # used from its source folder, without being installed
 
 
 @cache

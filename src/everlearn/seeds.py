@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ def derive(seed: int, *purpose: str | int) -> int:
     >>> derive(0, "batches", 3) == derive(0, "batches", 3) != derive(0, "model")
     True
     """
-    digest = hashlib.blake2b(repr((seed, *purpose)).encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(repr((operator.index(seed), *purpose)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1  # torch takes 63 bits
 
 
@@ -26,15 +27,24 @@ def generator(seed: int, *purpose: str | int) -> torch.Generator:
     return torch.Generator().manual_seed(derive(seed, *purpose))
 
 
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Run foreign code on a random state of its own (torch on the CPU, numpy, random) and put the old one back."""
-    before = torch.get_rng_state(), np.random.get_state(), random.getstate()
+def reseed(seed: int) -> None:
+    """Set the global random states: torch on the CPU, numpy, random."""
     torch.default_generator.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
+    """Run code on random states of its own (torch on the CPU and the device, numpy, random) and put the old ones back."""
+    before = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    cuda = [device] if device is not None and device.type == "cuda" else []
+    reseed(seed)
     try:
-        yield
+        with torch.random.fork_rng(devices=cuda, enabled=bool(cuda)):
+            if cuda:
+                torch.cuda.manual_seed(seed)
+            yield
     finally:
         torch.set_rng_state(before[0])
         np.random.set_state(before[1])

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
+from itertools import count, islice
 from typing import Any, Literal, get_args
 
 import torch
@@ -98,13 +98,18 @@ class Batch:
 
         return [self.like(tree_map(lambda v, i=i: cut(v, i), self.x), cut(self.y, i), cut(self.t, i)) for i in cuts]
 
+    @property
+    def weight(self) -> float:
+        """How many labels the loss is a mean over."""
+        return float(len(self) if self.y is None else self.likelihood.weight(self.y))
+
     def _labels(self) -> Tensor:
         if self.y is None:
             raise ValueError("This batch has no labels: a loss needs them; give pairs (x, y).")
         return self.y
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Task:
     """What is learned between one begin_task and its end_task.
 
@@ -120,13 +125,15 @@ class Task:
         transform: of training inputs, a batch at a time (augmentation).
         eval_transform: of inputs in tests and importance passes.
         steps: optimizer steps planned for this task; the trainer fills it in, your own loop may.
+        part: which part of its task this is, where a task comes in parts.
+        workers: processes that load a Dataset.
 
     >>> task = Task((torch.rand(6, 2), torch.arange(6) % 2))
     >>> [len(batch) for batch in task.batches(4, epochs=2)]
     [4, 2, 4, 2]
     """
 
-    train: Any
+    train: Any = None
     test: Any = None
     valid: Any = None
     id: int | None = None
@@ -137,41 +144,41 @@ class Task:
     transform: Transform | None = None
     eval_transform: Transform | None = None
     steps: int | None = None
+    part: int = 0
+    workers: int = 0
 
     def __post_init__(self) -> None:
+        if self.allowed is not None and self.id is None:
+            raise ValueError("A task with a table of allowed classes needs an id, which is its row in the table.")
         for split in ("train", "valid", "test"):
             if getattr(self, split) is not None:
-                setattr(self, split, _labelled(as_source(getattr(self, split)), self.likelihood))
+                setattr(self, split, _labelled(as_source(getattr(self, split), self.workers), self.likelihood))
 
     def __str__(self) -> str:
         return self.name or ("the task" if self.id is None else f"task {self.id}")
 
-    def batches(
-        self, size: int, epochs: int | None = 1, iterations: int | None = None, seed: int = 0
-    ) -> Iterator[Batch]:
+    def __repr__(self) -> str:
+        return _summary(self)
+
+    def batches(self, size: int, epochs: int = 1, iterations: int | None = None, seed: int = 0) -> Iterator[Batch]:
         """Batches for training: shuffled, augmented, for so many epochs or, if given, iterations.
 
         The order depends on the seed, the task and the epoch alone; call it again and you get the same batches.
         """
-        served = 0
-        for epoch in range(epochs) if iterations is None and epochs is not None else count():
-            before = served
+        if iterations is not None:
+            yield from islice(self._epochs(size, count(), seed), iterations)
+        else:
+            yield from self._epochs(size, range(epochs), seed)
+
+    def _epochs(self, size: int, epochs: Iterable[int], seed: int) -> Iterator[Batch]:
+        for epoch in epochs:
+            served = 0
             for batch in self._epoch(size, epoch, seed):
-                if served == iterations:
-                    return
                 yield batch
                 served += 1
-            if served == iterations:
-                return
-            if served == before:
-                raise ValueError(
-                    f"{self} has no examples to train on"
-                    + (
-                        f" in epoch {epoch}; a generator can be read once only: give a list or a DataLoader."
-                        if epoch
-                        else "."
-                    )
-                )
+            if not served:
+                again = f" in epoch {epoch}; a generator can be read once only: give a list or a DataLoader."
+                raise ValueError(f"{self} has no examples to train on" + (again if epoch else "."))
 
     def examples(self, size: int, split: Split = "train") -> Iterator[Batch]:
         """Every example once, in order, under the evaluation transform: for tests and importance passes."""
@@ -181,12 +188,12 @@ class Task:
         for rows in source.batches(size, None, derive(0, split)):
             yield self._batch(rows, self.eval_transform)
 
-    def planned_steps(self, size: int, epochs: int | None = 1, iterations: int | None = None) -> int | None:
+    def planned_steps(self, size: int, epochs: int = 1, iterations: int | None = None) -> int | None:
         """How many batches such a training has; None where the data do not tell their length."""
         if iterations is not None:
             return iterations
         per_epoch = self.steps_per_epoch(size)
-        return None if per_epoch is None or epochs is None else epochs * per_epoch
+        return None if per_epoch is None else epochs * per_epoch
 
     def steps_per_epoch(self, size: int) -> int | None:
         """Batches in one pass over the training data, None where nobody knows."""
@@ -198,11 +205,11 @@ class Task:
             return None
 
     def _epoch(self, size: int, epoch: int, seed: int) -> Iterator[Batch]:
-        place = -1 if self.id is None else self.id
+        place = (-1 if self.id is None else self.id, self.part, epoch)
         order = None
         if not isinstance(self.train, Batches):
-            order = torch.randperm(len(self.train), generator=generator(seed, "batches", place, epoch))
-        augmentation = derive(seed, "augmentation", place, epoch)
+            order = torch.randperm(len(self.train), generator=generator(seed, "batches", *place))
+        augmentation = derive(seed, "augmentation", *place)
         for i, rows in enumerate(self.train.batches(size, order, augmentation)):
             if self.transform is None:
                 yield self._batch(rows, None, epoch)
@@ -224,7 +231,7 @@ def as_task(data: Any) -> Task:
     return data if isinstance(data, Task) else Task(data)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Stream:
     """Tasks in the order they are learned, and the tests taken after each.
 
@@ -236,6 +243,7 @@ class Stream:
         inputs: the shape of one input.
         outputs: how many outputs a model needs.
         settings: what the stream was made from, for the result's configuration.
+        once: whether the data are meant to be seen in a single pass.
 
     >>> from everlearn import streams
     >>> stream = streams.digits(scenario="class")
@@ -250,6 +258,7 @@ class Stream:
     inputs: tuple[int, ...] = ()
     outputs: int = 0
     settings: dict[str, Any] = field(default_factory=dict)
+    once: bool = False
 
     def __post_init__(self) -> None:
         if not self.tasks:
@@ -268,6 +277,9 @@ class Stream:
     def joint(self) -> Stream:
         """All tasks learned at once, tested one by one: what forgetting is measured against."""
         last = self.exams[-1]
+        for fact in ("transform", "eval_transform", "likelihood"):
+            if any(getattr(t, fact) != getattr(last, fact) for t in self.tasks):
+                raise ValueError(f"Tasks that differ in their {fact} cannot be learned as one.")
         everything = join([t.train for t in self.tasks], [0 if t.id is None else t.id for t in self.tasks])
         task = replace(last, train=everything, test=None, valid=None, id=0, name="all tasks", steps=None)
         return replace(self, tasks=[task], exams=self.exams, settings={**self.settings, "joint": True})
@@ -278,6 +290,8 @@ class Stream:
         ]
         lines += [f"  {_summary(task)}" for task in self.tasks[:20]]
         return "\n".join(lines + ["  …"] * (len(self) > 20))
+
+    __repr__ = __str__
 
 
 def _summary(task: Task) -> str:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+import operator
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, fields
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,16 +19,25 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils._pytree import tree_leaves
 from tqdm.auto import tqdm
 
 from everlearn import atomic
-from everlearn.checks import check_batch, check_training, explain_loss
+from everlearn.checks import (
+    check_first_batch,
+    check_outputs,
+    check_run,
+    check_settings,
+    check_task,
+    explain_error,
+    explain_loss,
+)
 from everlearn.cost import Clock, peak_memory, reset_peak_memory, state_bytes
-from everlearn.data import Arrays
+from everlearn.data import Arrays, as_source
+from everlearn.fingerprint import fingerprint
 from everlearn.method import Method, label
-from everlearn.results import Result, file_name, fingerprint, provenance
-from everlearn.seeds import derive
+from everlearn.metrics import Matrix
+from everlearn.results import Result, file_name, provenance, version
+from everlearn.seeds import derive, seeded
 from everlearn.stream import Batch, Split, Stream, Task, as_task
 
 OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
@@ -35,9 +45,32 @@ SchedulerFactory = Callable[[Optimizer, int], LRScheduler]
 Precision = Literal["float32", "bfloat16"]
 
 
-def sgd(parameters: list[nn.Parameter]) -> Optimizer:
-    """The default optimizer: plain SGD with learning rate 0.1."""
-    return torch.optim.SGD(parameters, lr=0.1)
+def adam(parameters: list[nn.Parameter]) -> Optimizer:
+    """The default optimizer: Adam with learning rate 0.001."""
+    return torch.optim.Adam(parameters, lr=1e-3)
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a task is trained; ``train`` and ``run`` document the fields."""
+
+    epochs: int
+    iterations: int | None
+    batch_size: int
+    seed: int
+    scheduler: SchedulerFactory | None
+    clip: float | None
+    accumulate: int
+    precision: Precision
+    progress: bool | None
+
+    def __post_init__(self) -> None:
+        counts = {name: getattr(self, name) for name in ("epochs", "iterations", "batch_size", "accumulate")}
+        check_settings(counts, self.clip, self.precision)
+
+    def cast(self, device: torch.device) -> AbstractContextManager[Any]:
+        """What the forward pass runs under."""
+        return torch.autocast(device.type, torch.bfloat16) if self.precision == "bfloat16" else nullcontext()
 
 
 @dataclass
@@ -55,7 +88,7 @@ def train(
     method: Method,
     task: Any,
     *,
-    optimizer: OptimizerFactory | Optimizer = sgd,
+    optimizer: OptimizerFactory | Optimizer = adam,
     epochs: int = 1,
     iterations: int | None = None,
     batch_size: int = 128,
@@ -73,57 +106,31 @@ def train(
         model: any module; it is trained in place.
         method: what protects the earlier tasks.
         task: a ``Task``, or a pair (x, y), a Dataset, a DataLoader or an iterable of batches.
-        optimizer: a function of the parameters that makes one, or a live one to go on with.
+        optimizer: a function of the parameters that makes one, or a live one to go on with; to a live one only
+            parameters that the method adds are added.
         epochs: passes over the task's data.
         iterations: optimizer steps, instead of epochs.
         batch_size: examples per step; a DataLoader's own stands.
         seed: of the order of the examples.
         scheduler: a function (optimizer, planned steps) that makes one; it steps after every optimizer step.
         clip: largest norm of the whole gradient, after the method has edited it.
-        accumulate: cut each batch into so many micro-batches; the step is that of the whole batch.
+        accumulate: cut each batch into so many micro-batches; the step is that of the whole batch, unless a layer
+            such as BatchNorm looks at the batch as a whole.
         precision: "bfloat16" runs the forward pass under autocast.
         device: where to train; by default where the model is.
         progress: a progress bar; by default only on a terminal.
     """
-    task = as_task(task)
-    check_training(task, epochs, iterations, batch_size, accumulate, precision)
-    where = torch.device(device) if device is not None else _device(model)
-    cast = torch.autocast(where.type, torch.bfloat16) if precision == "bfloat16" else nullcontext()
-    model.to(where).train()
-    task.steps = task.planned_steps(batch_size, epochs, iterations)
-    clock, step, loss = Clock(), 0, math.nan
-    with clock("consolidate"):
-        method.begin_task(model, task)
-    live = _ready(optimizer, [*model.parameters(), *method.parameters()])
-    schedule = scheduler(live, _known(task.steps)) if scheduler else None
-    with clock("train"), tqdm(total=task.steps, desc=str(task), leave=False, disable=_hidden(progress)) as bar:
-        for step, batch in enumerate(task.batches(batch_size, epochs, iterations, seed), 1):
-            if step == 1:
-                check_batch(task, batch, model)
-            live.zero_grad()
-            loss = _gradient(model, method, batch if where.type == "cpu" else batch.to(where), accumulate, cast)
-            if not math.isfinite(loss):
-                raise FloatingPointError(explain_loss(loss, task, step, batch))
-            method.before_step(model)
-            if clip is not None:
-                nn.utils.clip_grad_norm_([*model.parameters(), *method.parameters()], clip)
-            live.step()
-            method.after_step(model)
-            if schedule is not None:
-                schedule.step()
-            bar.update()
-            if not bar.disable and step % 20 == 0:
-                bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
-    with clock("consolidate"):
-        method.end_task(model, task)
-    return Trained(live, step, loss, dict(clock.seconds))
+    training = Training(epochs, iterations, batch_size, seed, scheduler, clip, accumulate, precision, progress)
+    if device is not None:
+        model.to(device)
+    return _train(model, method, as_task(task), training, optimizer)
 
 
 @torch.no_grad()
 def evaluate(
     model: nn.Module,
     method: Method,
-    tasks: Sequence[Task],
+    tasks: Any,
     *,
     allowed: Tensor | None = None,
     split: Split = "test",
@@ -134,15 +141,18 @@ def evaluate(
     Args:
         model: in whatever mode; it is tested in eval mode and put back.
         method: whose ``predict`` answers.
-        tasks: to be tested on.
-        allowed: which class may be named now (see ``allowed_classes``); None for every class.
+        tasks: to be tested on: a list such as ``stream.exams``, or test data as ``train`` takes them.
+        allowed: which class may be named now (see ``allowed_classes``); by default whatever one of the tasks allows.
         split: which of the task's data.
         batch_size: examples per forward pass.
     """
-    device, modes = _device(model), {m: m.training for m in model.modules()}
+    exams = _exams(tasks)
+    if allowed is None and (tables := [t.allowed for t in exams if t.allowed is not None]):
+        allowed = reduce(torch.logical_or, tables)
+    modes = {m: m.training for m in model.modules()}
     model.eval()
     try:
-        return [_score(model, method, task, allowed, split, batch_size, device) for task in tasks]
+        return [_score(model, method, task, allowed, split, batch_size) for task in exams]
     finally:
         for module, mode in modes.items():
             module.training = mode
@@ -153,7 +163,7 @@ def run(
     method: Method,
     stream: Stream,
     *,
-    optimizer: OptimizerFactory = sgd,
+    optimizer: OptimizerFactory = adam,
     epochs: int = 1,
     iterations: int | None = None,
     batch_size: int = 128,
@@ -164,7 +174,7 @@ def run(
     precision: Precision = "float32",
     keep_optimizer: bool = False,
     split: Split = "test",
-    device: str | torch.device = "cpu",
+    device: str | torch.device | None = None,
     progress: bool | None = None,
     out: str | os.PathLike[str] | None = None,
     force: bool = False,
@@ -189,61 +199,98 @@ def run(
         precision: "bfloat16" runs the forward pass under autocast.
         keep_optimizer: go on with the same optimizer, its momenta included, instead of a fresh one per task.
         split: which data to test on; "valid" to choose hyper-parameters.
-        device: where to train.
+        device: where to train; by default where the model is.
         progress: progress bars; by default only on a terminal.
         out: a folder for the result; a run that is there already is read instead of done again ...
-        force: ... unless you force it.
+        force: ... unless you force it. A run on what cannot be told apart (a generator) is always done.
 
     >>> from everlearn import nets, streams
     >>> result = run(nets.mlp, Method(), streams.digits(scenario="class"), epochs=5)
     >>> result.accuracy.shape, result.average_accuracy < 0.25
     ((5, 5), True)
     """
-    folder = None if out is None else atomic.writable_folder(out)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(derive(seed, "model"))
+    check_run(method, stream, optimizer, seed, split)
+    folder, seed = None if out is None else atomic.writable_folder(out), operator.index(seed)
+    training = Training(epochs, iterations, batch_size, seed, scheduler, clip, accumulate, precision, progress)
+    if scheduler is not None and stream.once:
+        raise ValueError("An online stream's chunks are too short for a scheduler: set the learning rate instead.")
+    with seeded(derive(seed, "model"), None if device is None else torch.device(device)):
         model, method = _build(make_model, stream).to(device), copy.deepcopy(method)
-        training = {
-            "optimizer": _describe(optimizer), "epochs": None if iterations else epochs, "iterations": iterations,
-            "batch_size": batch_size, "scheduler": _name(scheduler), "clip": clip, "accumulate": accumulate,
-            "precision": precision, "keep_optimizer": keep_optimizer, "split": split,
-        }  # fmt: skip
-        config = _config(stream, method, model, training, seed, exact=folder is not None)
+        config = _config(stream, method, model, training, optimizer, keep_optimizer, split)
         if folder is not None and not force and (done := _whole(folder / file_name(config))) is not None:
             return done
-        learn = partial(
-            train, epochs=epochs, iterations=iterations, batch_size=batch_size, seed=seed, scheduler=scheduler, clip=clip,
-            accumulate=accumulate, precision=precision, progress=progress,
-        )  # fmt: skip
-        result = _learn_stream(model, method, stream, learn, optimizer, keep_optimizer, split, progress)
-    result.config = config
+        made = provenance()
+        accuracy, initial, cost = _learn(model, method, stream, training, optimizer, keep_optimizer, split)
+    result = Result(accuracy, config, initial, cost, made)
     if folder is not None:
         result.save(folder)
     return result
 
 
-def _learn_stream(
+def _train(
+    model: nn.Module, method: Method, task: Task, training: Training, optimizer: OptimizerFactory | Optimizer
+) -> Trained:
+    check_task(task)
+    device, size, clock = _device(model), training.batch_size, Clock()
+    task.steps = task.planned_steps(size, training.epochs, training.iterations)
+    model.train()
+    known = {id(p) for p in model.parameters()}
+    with clock("consolidate"):
+        method.begin_task(model, task)
+    parameters = [p for p in [*model.parameters(), *method.parameters()] if p.requires_grad]
+    live = _ready(optimizer, parameters, known)
+    schedule = _schedule(training.scheduler, live, task.steps)
+    stepped = [p for group in live.param_groups for p in group["params"]]
+    cast, step, loss, hidden = training.cast(device), 0, math.nan, _hidden(training.progress)
+    with clock("train"), tqdm(total=task.steps, desc=str(task), leave=False, disable=hidden) as bar:
+        for step, batch in enumerate(task.batches(size, training.epochs, training.iterations, training.seed), 1):
+            if step == 1:
+                check_first_batch(task, batch, model)
+            for p in parameters:  # also those the optimizer does not have, or their gradients would pile up
+                p.grad = None
+            batch = batch if device.type == "cpu" else batch.to(device)
+            try:
+                loss = _gradient(model, method, batch, training.accumulate, cast)
+            except (RuntimeError, ValueError) as error:
+                raise explain_error(error, task, batch, first=step == 1) from error
+            if not math.isfinite(loss):
+                raise FloatingPointError(explain_loss(loss, task, step, batch, model))
+            method.before_step(model)
+            if training.clip is not None:
+                nn.utils.clip_grad_norm_(stepped, training.clip)
+            live.step()
+            method.after_step(model)
+            if schedule is not None:
+                schedule.step()
+            bar.update()
+            if not bar.disable and step % 20 == 0:
+                bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
+    with clock("consolidate"):
+        method.end_task(model, task)
+    return Trained(live, step, loss, dict(clock.seconds))
+
+
+def _learn(
     model: nn.Module,
     method: Method,
     stream: Stream,
-    learn: Callable[..., Trained],
+    training: Training,
     optimizer: OptimizerFactory,
     keep_optimizer: bool,
     split: Split,
-    progress: bool | None,
-) -> Result:
+) -> tuple[Matrix, list[float], dict[str, Any]]:
     """Task after task, each followed by the tests; consecutive tasks with one id count as one."""
     device, clock = _device(model), Clock()
     test = partial(evaluate, model, method, stream.exams, split=split)
-    reset_peak_memory(device)
+    before = reset_peak_memory(device)
     with clock("evaluate"):
         initial = test(allowed=stream[0].allowed)
     rows: list[list[float]] = []
     parameters: list[int] = []
     held: list[int] = []
     current: OptimizerFactory | Optimizer = optimizer
-    for i, task in enumerate(tqdm(stream.tasks, desc=label(method), leave=False, disable=_hidden(progress))):
-        trained = learn(model, method, task, optimizer=current)
+    for i, task in enumerate(tqdm(stream.tasks, desc=label(method), leave=False, disable=_hidden(training.progress))):
+        trained = _train(model, method, task, training, current)
         clock.add(trained.seconds)
         goes_on = i + 1 < len(stream) and task.id is not None and stream[i + 1].id == task.id
         current = trained.optimizer if keep_optimizer or goes_on else optimizer
@@ -254,11 +301,11 @@ def _learn_stream(
             held.append(state_bytes(method.state_dict()))
     cost = {
         "seconds": dict(clock.seconds),
-        "peak_memory": peak_memory(device),
+        "peak_memory": max(0, peak_memory(device) - before),
         "parameters": parameters,
         "state_bytes": held,
     }
-    return Result(np.array(rows), {}, initial, cost, provenance())
+    return np.array(rows), initial, cost
 
 
 def _gradient(
@@ -270,36 +317,69 @@ def _gradient(
             loss = method.loss(model, batch)
         loss.backward()
         return loss.item()
-    total = 0.0
+    total, whole = 0.0, batch.weight
     for part in batch.chunk(accumulate):
-        with cast:
-            loss = method.loss(model, part) * (len(part) / len(batch))
-        loss.backward()
-        total += loss.item()
+        if share := part.weight / whole:
+            with cast:
+                loss = method.loss(model, part) * share
+            loss.backward()
+            total += loss.item()
     return total
 
 
 def _score(
-    model: nn.Module, method: Method, task: Task, allowed: Tensor | None, split: Split, size: int, device: torch.device
+    model: nn.Module, method: Method, task: Task, allowed: Tensor | None, split: Split, batch_size: int
 ) -> float:
-    total, count = 0.0, 0
-    for batch in task.examples(size, split):
+    total, count, device = 0.0, 0, _device(model)
+    for batch in task.examples(batch_size, split):
         here = Batch(batch.x, batch.y, batch.t, allowed, batch.likelihood).to(device)
-        total += here.score(method.predict(model, here.x, here.t if task.identity else None)).sum().item()
+        if not count:
+            check_first_batch(task, here, model)
+        try:
+            out = method.predict(model, here.x, here.t if task.identity else None)
+        except RuntimeError as error:
+            raise explain_error(error, task, here, first=not count) from error
+        check_outputs(task, here, out)
+        total += here.score(out).sum().item()
         count += len(here)
     if not count:
-        raise ValueError(f"{task} has no {split} examples: give it some, or leave it out of the stream.")
+        raise ValueError(
+            f"{task} has no {split} examples, or a generator that was read already: give a list or a loader."
+        )
+    if not math.isfinite(total):
+        raise FloatingPointError(f"The score on {task} is {total}: its {split} targets are not all finite numbers.")
     return total / count
 
 
-def _ready(optimizer: OptimizerFactory | Optimizer, parameters: list[nn.Parameter]) -> Optimizer:
-    learning = [p for p in parameters if p.requires_grad]
+def _exams(tasks: Any) -> list[Task]:
+    """What is to be tested on as tasks; a pair of arrays, a Dataset, a loader count as one."""
+    several = isinstance(tasks, (list, tuple)) and not isinstance(as_source(tasks), Arrays)
+    return [t if isinstance(t, Task) else Task(test=t) for t in (tasks if several else [tasks])]
+
+
+def _ready(optimizer: OptimizerFactory | Optimizer, learning: list[nn.Parameter], known: set[int]) -> Optimizer:
+    """A new optimizer, or the live one with the parameters that did not exist before the task."""
+    if not learning:
+        raise ValueError("There is nothing to train: every parameter of the model is frozen.")
     if not isinstance(optimizer, Optimizer):
-        return optimizer(learning)
-    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        made = optimizer(learning)
+        if isinstance(made, torch.optim.LBFGS):
+            raise TypeError("LBFGS calls the model itself, many times a step: use it in your own loop.")
+        return made
     if new := [p for p in learning if id(p) not in known]:
-        optimizer.add_param_group({"params": new})
+        have = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        optimizer.add_param_group({"params": [p for p in new if id(p) not in have]})
     return optimizer
+
+
+def _schedule(factory: SchedulerFactory | None, optimizer: Optimizer, steps: int | None) -> LRScheduler | None:
+    if factory is None:
+        return None
+    if steps is None:
+        raise ValueError("A scheduler must know the number of steps, which these data do not tell: give iterations.")
+    for group in optimizer.param_groups:  # a kept optimizer ends a task at the last task's final rate
+        group["lr"] = group.get("initial_lr", group["lr"])
+    return factory(optimizer, steps)
 
 
 def _build(make_model: Callable[..., nn.Module] | nn.Module, stream: Stream) -> nn.Module:
@@ -315,47 +395,68 @@ def _build(make_model: Callable[..., nn.Module] | nn.Module, stream: Stream) -> 
             f"{_name(make_model)} needs {', '.join(needed)}: give a function of (inputs, outputs), one without "
             "arguments, or a module; 'lambda: Net(...)' makes any model such a function."
         )
-    return make_model(stream.inputs, stream.outputs) if needed else make_model()
+    if needed and not stream.inputs:
+        raise ValueError(
+            "This stream does not tell the shape of its inputs: give a function without arguments or a module."
+        )
+    model = make_model(stream.inputs, stream.outputs) if needed else make_model()
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{_name(make_model)} must make a torch.nn.Module, it made a {type(model).__name__}.")
+    return model
 
 
 def _config(
-    stream: Stream, method: Method, model: nn.Module, training: dict[str, Any], seed: int, exact: bool
+    stream: Stream,
+    method: Method,
+    model: nn.Module,
+    training: Training,
+    optimizer: OptimizerFactory,
+    keep_optimizer: bool,
+    split: Split,
 ) -> dict[str, Any]:
-    """Everything that decides the result; ``exact`` adds words for the very data, first weights and method state."""
-    arrays = [v for t in [*stream.tasks, *stream.exams] for v in _arrays(t)]
-    state = [v for v in tree_leaves(method.state_dict()) if isinstance(v, Tensor)]
-    contents = {"data": arrays, "weights": list(model.state_dict().values()), "method": state}
+    """Everything that decides the result, readable where it can be, as fingerprints where it cannot."""
     joint = stream.settings.get("joint", False)
+    settings = {f.name: getattr(training, f.name) for f in fields(training) if f.name not in ("seed", "progress")}
+    settings |= {"scheduler": _name(training.scheduler), "epochs": None if training.iterations else training.epochs}
+    made = optimizer(list(model.parameters()))
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in made.param_groups]
     return {
-        "stream": {"name": stream.name, **stream.settings, "tasks": len(stream)},
+        "stream": {"name": stream.name, **stream.settings, "tasks": len(stream.exams)},
         "scenario": stream.scenario,
+        "score": stream.exams[0].likelihood.score_name,
         "method": "joint" if joint and type(method) is Method else label(method) + (" on joint" if joint else ""),
         "fields": repr(method),
         "model": repr(model),
-        "fingerprints": {name: fingerprint(tensors) for name, tensors in contents.items()} if exact else {},
-        "training": training,
-        "seed": seed,
+        "training": {
+            **settings,
+            "keep_optimizer": keep_optimizer,
+            "split": split,
+            "optimizer": type(made).__name__,
+            "groups": [{k: v for k, v in group.items() if isinstance(v, (int, float, tuple))} for group in groups],
+        },
+        "seed": training.seed,
+        "everlearn": version(),
+        "fingerprints": {
+            "data": fingerprint([_content(t) for t in [*stream.tasks, *stream.exams]]),
+            "model": fingerprint([[type(m) for m in model.modules()], model.state_dict()]),
+            "method": fingerprint(method),
+            "scheduler": fingerprint(training.scheduler),
+        },
     }
 
 
-def _arrays(task: Task) -> list[Tensor]:
-    parts = [task.train, *getattr(task.train, "parts", ()), task.valid, task.test]
-    return [v for part in parts if isinstance(part, Arrays) for v in (part.x, part.y) if isinstance(v, Tensor)]
-
-
-def _describe(optimizer: OptimizerFactory) -> dict[str, Any]:
-    made = optimizer([nn.Parameter(torch.zeros(1))])
-    return {
-        "name": type(made).__name__,
-        **{k: v for k, v in made.defaults.items() if isinstance(v, (int, float, tuple))},
-    }
+def _content(task: Task) -> dict[str, Any]:
+    """What a task is made of; the planned steps are the trainer's."""
+    return {f.name: getattr(task, f.name) for f in fields(task) if f.name != "steps"}
 
 
 def _whole(path: Path) -> Result | None:
+    """The result of a run done before; None where there is none, where it is torn, or where nobody can tell."""
     try:
-        return Result.load(path) if path.exists() else None
+        result = Result.load(path) if path.exists() else None
     except ValueError:
         return None  # a torn or foreign file under this run's name: the run is done again and replaces it
+    return None if result is None or None in result.config["fingerprints"].values() else result
 
 
 def _name(thing: Any) -> str | None:
@@ -368,11 +469,3 @@ def _device(model: nn.Module) -> torch.device:
 
 def _hidden(progress: bool | None) -> bool | None:
     return None if progress is None else not progress  # tqdm's None: hidden unless on a terminal
-
-
-def _known(steps: int | None) -> int:
-    if steps is None:
-        raise ValueError(
-            "A scheduler needs to know the number of steps, which these data do not tell: give iterations."
-        )
-    return steps

@@ -29,6 +29,37 @@ def test_only_the_output_layer_moves_after_the_first_task(optimizer, keep):
     assert not torch.equal(head, model[-1].weight)
 
 
+def test_statistics_are_held_in_a_compiled_model_too():
+    model, method = nets.cnn((1, 8, 8), 10, channels=(4,)), Freeze()
+    model[0].requires_grad_(False)  # nothing changes for the compiler when it is frozen
+    compiled = torch.compile(model, backend="eager")
+    stream = streams.digits("class")
+    train(compiled, method, stream[0])
+    before = model[0][1].running_mean.clone()
+    train(compiled, method, stream[1])
+    assert torch.equal(before, model[0][1].running_mean)
+
+
+def test_detaching_leaves_a_plain_module():
+    model, method = nets.cnn((1, 8, 8), 10, channels=(4,)), Freeze()
+    for t in range(2):
+        method.begin_task(model, Task((torch.rand(4, 1, 8, 8), torch.arange(4)), id=t))
+    method.detach(model)
+    assert all(p.requires_grad for p in model.parameters())
+    assert not any(m._forward_pre_hooks for m in model.modules())
+
+
+def test_a_revisited_first_task_stays_frozen_after_a_resume():
+    tasks = [Task((torch.rand(4, 3), torch.arange(4) % 2), id=t) for t in (0, 1)]
+    model, method = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), Freeze()
+    for task in tasks:
+        method.begin_task(model, task)
+    again, other = Freeze(), nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    again.load_state_dict(method.state_dict())
+    again.begin_task(other, tasks[0])
+    assert [p.requires_grad for p in other.parameters()] == [False, False, True, True]
+
+
 def test_the_output_layer_can_be_named():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
     method = Freeze(output="0")

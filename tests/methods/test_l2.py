@@ -42,7 +42,8 @@ def test_a_strong_pull_keeps_the_parameters():
     for strength in (0.0, 5.0):
         model, method = anchored(strength)
         before = model.weight.detach().clone()
-        train(model, method, (x, (x[:, 0] > 0).long()), epochs=20, batch_size=16)
+        sgd = lambda ps: torch.optim.SGD(ps, lr=0.1)
+        train(model, method, (x, (x[:, 0] > 0).long()), optimizer=sgd, epochs=20, batch_size=16)
         drift[strength] = (model.weight - before).norm().item()
     assert drift[5.0] < 0.2 * drift[0.0]
 

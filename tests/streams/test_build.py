@@ -107,6 +107,39 @@ def test_own_tasks_from_loaders_need_their_classes_named():
     assert from_tasks([(loader, loader)], scenario="domain", outputs=8).outputs == 8
 
 
+def test_inputs_with_several_parts():
+    inputs = {"ids": X, "mask": X > 0.5}
+    stream = from_tasks([((inputs, Y), (inputs, Y))], scenario="domain")
+    assert stream.inputs == (1, 4, 4) and set(next(stream[0].batches(4)).x) == {"ids", "mask"}
+    stream = from_tasks([(((X, X), Y), ((X, X), Y))], scenario="domain")
+    assert len(next(stream[0].batches(4)).x) == 2
+
+
+def test_a_rotated_stream_learned_jointly_in_small_batches():
+    joint = rotated(*DATA, tasks=4).joint()
+    assert sum(len(b) for b in joint[0].batches(2)) == 160
+
+
+def test_tasks_with_different_transforms_are_not_joined():
+    stream = split(*DATA, tasks=2)
+    stream[0].transform = torch.neg
+    with pytest.raises(ValueError, match="differ in their transform"):
+        stream.joint()
+
+
+def test_a_dataset_is_looked_at_without_drawing_random_numbers():
+    class Random(torch.utils.data.Dataset):
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, i):
+            return torch.rand(4), i % 2
+
+    before = torch.get_rng_state()
+    split(Random(), Random(), tasks=2)
+    assert torch.equal(before, torch.get_rng_state())
+
+
 def test_own_regression_and_multi_label_tasks():
     targets = torch.rand(40, 3)
     assert from_tasks([((X, targets), (X, targets))], scenario="domain", likelihood=Gaussian()).outputs == 3
@@ -125,12 +158,16 @@ def test_own_regression_and_multi_label_tasks():
         (lambda: split(*DATA, scenario="time"), "Unknown scenario 'time'"),
         (lambda: split(*DATA, valid=1.0), "share of the training examples"),
         (lambda: split((X, Y.float()), (X, Y.float())), "must be integers"),
-        (lambda: split(DataLoader(ITEMS[0]), DataLoader(ITEMS[1])), "labelled arrays or a Dataset"),
+        (lambda: split(DataLoader(ITEMS[0]), DataLoader(ITEMS[1])), "use streams.from_tasks"),
         (lambda: rotated((X.flatten(1), Y), (X.flatten(1), Y)), "Only images"),
-        (lambda: online(split(*DATA, tasks=2), chunk=0), "at least 1 example"),
+        (lambda: online(split(*DATA, tasks=2), chunk=0), "whole number of at least 1 example"),
         (lambda: from_tasks([(X, Y, X)]), "Task 0 must be a pair"),
         (lambda: from_tasks([((X[:0], Y[:0]), (X, Y))]), "Task 0 has no examples"),
         (lambda: from_tasks([]), "at least one task"),
+        (lambda: from_tasks([DATA], names=["a", "b"]), "1 tasks but 2 names"),
+        (lambda: from_tasks([DATA], classes=[[0], [1]]), "1 tasks but 2 classes"),
+        (lambda: split((X[:8], Y[:8]), (X[:8], Y[:8]), tasks=8, valid=0.5), "leaves none to train on"),
+        (lambda: rotated(*DATA, tasks=3, angles=[0, 90]), "2 angles make 2 tasks, not 3"),
     ],
 )
 def test_what_cannot_be_a_stream(make, message):
@@ -139,6 +176,7 @@ def test_what_cannot_be_a_stream(make, message):
 
 
 def test_the_embedded_digits():
+    streams.digits_data()[0][0].zero_()  # what a user does to theirs
     (x, y), (x_test, y_test) = streams.digits_data()
     assert len(x) + len(x_test) == 1797 and x.shape[1:] == (1, 8, 8)
     assert x.min() == 0 and x.max() == 1

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import inspect
+import io
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import MISSING, fields
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import torch
 from cyclopts import App, CycloptsError, Parameter
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tqdm.auto import tqdm
 
 from everlearn.cli.names import UsageError, explain, look_up
 from everlearn.cli.plan import Cell, Plan, cells, read
+from everlearn.method import Method
 from everlearn.methods import METHODS
 from everlearn.nets import NETS
 from everlearn.report.table import overview, table
 from everlearn.results import Result, files
+from everlearn.stream import Stream
 from everlearn.streams import STREAMS
 
 app = App(
@@ -33,33 +37,35 @@ app = App(
 )
 
 
+class Comparison(BaseModel):
+    """The options of ``everlearn compare``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    methods: str = Field("all", description="Methods, separated by commas, or 'all'.")
+    scenario: str = Field("all", description="Any of task, domain, class, separated by commas, or 'all'.")
+    seeds: int = Field(3, ge=1, description="How many seeds, counted from 0.")
+    out: Path = Field(Path("runs/compare"), description="Folder of the results; what is there is not done again ...")
+    force: bool = Field(False, description="... unless you force it.")
+
+
 @app.command
-def compare(
-    *,
-    seeds: int = 3,
-    scenario: str = "all",
-    out: Path = Path("runs/compare"),
-    force: bool = False,
-) -> int:
+def compare(*, options: Annotated[Comparison, Parameter(name="*")] = Comparison()) -> int:  # noqa: B008
     """Every method on the embedded digits in all three scenarios, as one table. Takes a minute or two.
 
     Five tasks of two digits each are learned one after the other. 'joint' learns them all at once and shows what is
     possible; 'finetune' does nothing against forgetting and shows the problem.
 
     Args:
-        seeds: How many seeds, counted from 0.
-        scenario: Any of task, domain, class, separated by commas, or 'all'.
-        out: Folder of the results; runs that are there already are not done again ...
-        force: ... unless you force it.
+        options: What to compare.
     """
-    if seeds < 1:
-        raise UsageError(f"seeds: got {seeds}, allowed: at least 1.")
-    names = ",".join(["joint", *METHODS])
-    plan = Plan(stream="digits", scenario=scenario, methods=names, seeds=seeds, threads=1, out=out)
-    code, results = _run_all(list(cells(plan)), plan, force, talk=False)
+    o = options
+    names = ",".join(["joint", *METHODS]) if o.methods == "all" else o.methods
+    plan = Plan(stream="digits", scenario=o.scenario, methods=names, seeds=o.seeds, threads=1, out=o.out)
+    code, results = _run_all(list(cells(plan)), plan, o.force, talk=False)
     if results:
         print(overview(results))
-        print(f"\nThe results are in {out}; 'everlearn report {out}' shows more of them.")
+        print(f"\nThe results are in {o.out}; 'everlearn report {o.out}' shows more of them.")
     return code
 
 
@@ -114,13 +120,17 @@ def report(folder: Path) -> int:
 @app.command(name="list")
 def list_everything() -> int:
     """List the methods, streams and models, a line each."""
-    tables: dict[str, Mapping[str, Any]] = {"Methods": METHODS, "Streams": STREAMS, "Models": NETS}
+    tables: dict[str, Mapping[str, Any]] = {
+        "Methods": {**METHODS, "joint": Stream.joint},
+        "Streams": STREAMS,
+        "Models": NETS,
+    }
     for title, things in tables.items():
         print(f"{title}:")
         for name, thing in things.items():
             print(f"  {name:16s} {_first_line(thing)}")
         print()
-    print("'everlearn show METHOD' tells more; 'joint' among methods learns all tasks at once; 'a+b' chains two.")
+    print("'everlearn show METHOD' tells more; 'a+b' chains two methods.")
     return 0
 
 
@@ -131,15 +141,18 @@ def show(method: str) -> int:
     Args:
         method: Its name, as 'everlearn list' gives it.
     """
-    kind = look_up("method", method, METHODS)
+    if method == "joint":
+        print(f"joint ({Stream.__module__}.{Stream.__qualname__}.joint)\n\n{inspect.getdoc(Stream.joint)}")
+        return 0
+    kind = look_up("method", method, {**METHODS, "joint": Method})
     print(f"{method} ({kind.__module__}.{kind.__qualname__})\n")
     print(inspect.cleandoc(kind.__doc__ or "").split("\nArgs:")[0].rstrip())
-    documented = _arguments(kind)
+    documented, hints = _arguments(kind), get_type_hints(kind, include_extras=True)
     if own := fields(kind):
         print(f"\nFields, set with --set {method}.FIELD=VALUE:")
         for f in own:
             default = "" if f.default is MISSING else f" = {f.default!r}"
-            print(f"  {f.name}: {f.type}{default}\n      {documented.get(f.name, '')}")
+            print(f"  {f.name}: {_type(hints[f.name])}{default}\n      {documented.get(f.name, '')}")
     else:
         print("\nIt has no fields to set.")
     return 0
@@ -147,6 +160,9 @@ def show(method: str) -> int:
 
 def start(arguments: Sequence[str]) -> int:
     """Run a command; 0 when all went well, 1 when something failed, 2 when it was asked wrongly, 130 when stopped."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that knows no ± gets a question mark, not a traceback
     try:
         return app(arguments or ["--help"], exit_on_error=False, print_error=False) or 0
     except CycloptsError as error:
@@ -170,20 +186,30 @@ def _run_all(todo: list[Cell], plan: Plan, force: bool, talk: bool) -> tuple[int
     bar = nullcontext(todo) if talk else tqdm(todo, desc="everlearn", leave=False, disable=None)
     with bar as shown:
         for i, cell in enumerate(shown, 1):
+            started = datetime.now(UTC).isoformat(timespec="seconds")
             try:
                 results.append(cell.run(force))
-            except (FloatingPointError, ValueError) as error:
+            except (ArithmeticError, ValueError, TypeError, RuntimeError) as error:
                 failed += 1
                 print(f"everlearn: {cell} failed: {error}", file=sys.stderr)
                 continue
             if talk:
-                print(f"[{i}/{len(todo)}] {results[-1]}", flush=True)
+                read = " (read)" if results[-1].made["time"] < started else ""
+                print(f"[{i}/{len(todo)}]{read} {results[-1]}", flush=True)
     return (1 if failed else 0), results
 
 
 def _complain(message: str, code: int) -> int:
     print(f"everlearn: {message}", file=sys.stderr)
     return code
+
+
+def _type(hint: Any) -> str:
+    """A field's type as people read it."""
+    if get_origin(hint) is Annotated:
+        kind, *extras = get_args(hint)
+        return ", ".join([_type(kind), *map(str, extras)])
+    return inspect.formatannotation(hint)
 
 
 def _first_line(thing: Any) -> str:

@@ -28,9 +28,9 @@ def look_up(kind: str, name: str, table: Mapping[str, T]) -> T:
     Traceback (most recent call last):
     everlearn.cli.names.UsageError: Unknown method 'fintune'. Did you mean 'finetune'? ...
     """
-    if name not in table:
+    if name.lower() not in table:
         raise UsageError(f"Unknown {kind} {name!r}. {did_you_mean(name, table)}")
-    return table[name]
+    return table[name.lower()]
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -41,8 +41,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def words(text: str) -> list[str]:
-    """A list separated by commas."""
-    return [word.strip() for word in text.split(",") if word.strip()]
+    """A list separated by commas, each word once."""
+    return list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
 
 
 def make_method(expression: str, settings: Mapping[str, Mapping[str, Any]]) -> Method:
@@ -55,9 +55,17 @@ def make_method(expression: str, settings: Mapping[str, Mapping[str, Any]]) -> M
 
 
 def _make_one(name: str, settings: Mapping[str, Mapping[str, Any]]) -> Method:
-    kind = look_up("method", name, METHODS)
+    if name == "joint":
+        raise UsageError("'joint' learns all tasks at once by fine-tuning; it is not chained with another method.")
+    known: dict[str, type[Method]] = {**METHODS, "joint": Method}
+    kind = look_up("method", name, known)
+    name = name.lower()
     hints = get_type_hints(kind)
-    return kind(**{f: field_value(name, f, value, hints[f]) for f, value in settings.get(name, {}).items()})
+    given = {f: field_value(name, f, value, hints[f]) for f, value in settings.get(name, {}).items()}
+    try:
+        return kind(**given)
+    except (ValueError, TypeError) as error:
+        raise UsageError(str(error)) from None
 
 
 def parse_settings(given: Iterable[str]) -> dict[str, dict[str, str]]:
@@ -97,7 +105,9 @@ def explain(error: ValidationError) -> str:
     for e in error.errors():
         where = ".".join(str(word) for word in e["loc"] if isinstance(word, str) and word.isidentifier())
         wanted = e["msg"].removeprefix("Input should be ").removeprefix("Value error, ").split(", unable to")[0]
-        if e["type"] == "extra_forbidden":
+        if e["type"] == "value_error":  # our own sentence
+            parts.append(wanted)
+        elif e["type"] == "extra_forbidden":
             parts.append(f"unknown key {where!r}")
         else:
             parts.append(f"{where + ': ' if where else ''}got {e['input']!r}, allowed: {wanted}")

@@ -40,15 +40,16 @@ class Plan(BaseModel):
         description="Methods, separated by commas; 'l2+freeze' chains two; 'joint' learns all tasks at once.",
     )
     set: list[str] = Field([], description="A method's field, as in l2.strength=30; may be repeated.")
+    tasks: int | None = Field(None, ge=1, description="Tasks in a stream, instead of the stream's own number.")
     seeds: int = Field(1, ge=1, description="How many seeds, counted from 0.")
     net: Literal["mlp", "cnn"] = Field("mlp", description="The model.")
-    hidden: str = Field("400,400", description="Widths of the mlp's hidden layers.")
-    optimizer: Literal["sgd", "adam", "adamw", "rmsprop"] = Field("sgd", description="The optimizer.")
-    lr: float = Field(0.1, gt=0, description="Its learning rate.")
+    hidden: str = Field("400,400", description="Widths of the hidden layers (mlp only).")
+    optimizer: Literal["sgd", "adam", "adamw", "rmsprop"] = Field("adam", description="The optimizer.")
+    lr: float = Field(0.001, gt=0, allow_inf_nan=False, description="Its learning rate.")
     momentum: float = Field(0.0, ge=0, description="Its momentum (sgd and rmsprop).")
     weight_decay: float = Field(0.0, ge=0, description="Its weight decay.")
     keep_optimizer: bool = Field(False, description="Keep the optimizer between tasks instead of making a fresh one.")
-    epochs: int = Field(10, ge=1, description="Passes over each task's data.")
+    epochs: int | None = Field(None, ge=1, description="Passes over each task's data; 10, or 1 for online streams.")
     iterations: int | None = Field(None, ge=1, description="Optimizer steps per task, instead of epochs.")
     batch_size: int = Field(32, ge=1, description="Examples per step.")
     clip: float | None = Field(None, gt=0, description="Largest norm of the gradient.")
@@ -72,16 +73,27 @@ class Plan(BaseModel):
     def _settings_as_text(cls, value: Any) -> Any:
         """A YAML file may write a mapping, flat (l2.strength: 30) or nested (l2: {strength: 30})."""
         if not isinstance(value, dict):
-            return value
+            return [value] if isinstance(value, str) else value
         nested = {k: v for k, v in value.items() if isinstance(v, dict)}
         flat = {k: v for k, v in value.items() if k not in nested}
         flat |= {f"{name}.{field}": v for name, own in nested.items() for field, v in own.items()}
         return [f"{path}={v}" for path, v in flat.items()]
 
     @model_validator(mode="after")
+    def _options_go_together(self) -> Plan:
+        if self.momentum and self.optimizer not in ("sgd", "rmsprop"):
+            raise ValueError(f"momentum: {self.optimizer} has none to set; use sgd or rmsprop")
+        if not all(w.isdigit() and int(w) > 0 for w in words(self.hidden)):
+            raise ValueError(f"hidden: got {self.hidden!r}, allowed: widths separated by commas, as in 400,400")
+        for name in ("stream", "scenario", "methods"):
+            if not words(getattr(self, name)):
+                raise ValueError(f"{name}: got nothing, name at least one")
+        return self
+
+    @model_validator(mode="after")
     def _device_exists(self) -> Plan:
         try:
-            torch.empty(0, device=self.device)
+            torch.zeros(1, device=self.device).item()
         except (RuntimeError, AssertionError) as error:
             raise ValueError(f"device {self.device!r} cannot be used here ({str(error).splitlines()[0]})") from None
         return self
@@ -123,12 +135,13 @@ class Cell:
     def run(self, force: bool) -> Result:
         """Do it, or read it where it is done already."""
         p = self.plan
-        stream = STREAMS[self.stream](scenario=self.scenario, seed=self.seed, valid=p.valid)
+        number = {} if p.tasks is None else {"tasks": p.tasks}
+        stream = STREAMS[self.stream](scenario=self.scenario, seed=self.seed, valid=p.valid, **number)
         return run(
             partial(NETS["mlp"], hidden=[int(w) for w in words(p.hidden)]) if p.net == "mlp" else NETS[p.net],
             self.method,
             stream.joint() if self.joint else stream,
-            optimizer=optimizer(p), epochs=p.epochs, iterations=p.iterations, batch_size=p.batch_size, seed=self.seed,
+            optimizer=optimizer(p), epochs=p.epochs or (1 if stream.once else 10), iterations=p.iterations, batch_size=p.batch_size, seed=self.seed,
             clip=p.clip, accumulate=p.accumulate, precision=p.precision, keep_optimizer=p.keep_optimizer,
             split="valid" if p.valid else "test", device=p.device, out=p.out, force=force,
         )  # fmt: skip
@@ -136,17 +149,15 @@ class Cell:
 
 def cells(plan: Plan) -> Iterator[Cell]:
     """Every run of the plan; all names are looked up before the first is done."""
-    scenarios = SCENARIOS if plan.scenario == "all" else words(plan.scenario)
+    scenarios = SCENARIOS if "all" in words(plan.scenario) else words(plan.scenario)
     known: dict[str, Scenario] = {s: s for s in SCENARIOS}
     settings = parse_settings(plan.set)
     streams = words(plan.stream)
     for stream in streams:
         look_up("stream", stream, STREAMS)
     methods = [(Method() if e == "joint" else make_method(e, settings), e == "joint") for e in words(plan.methods)]
-    if unused := set(settings) - {name.strip() for e in words(plan.methods) for name in e.split("+")}:
+    if unused := set(settings) - {name.strip().lower() for e in words(plan.methods) for name in e.split("+")}:
         raise UsageError(f"--set {', '.join(sorted(unused))}: no such method is among those to run ({plan.methods}).")
-    if not all(w.isdigit() and int(w) > 0 for w in words(plan.hidden)):
-        raise UsageError(f"hidden: got {plan.hidden!r}, allowed: widths separated by commas, as in 400,400.")
     todo = [
         Cell(plan, stream, look_up("scenario", scenario, known), method, joint, seed)
         for stream in streams
@@ -162,6 +173,4 @@ def optimizer(plan: Plan) -> Any:
     settings: dict[str, float] = {"lr": plan.lr, "weight_decay": plan.weight_decay}
     if plan.optimizer in ("sgd", "rmsprop"):
         settings["momentum"] = plan.momentum
-    elif plan.momentum:
-        raise UsageError(f"momentum: {plan.optimizer} has none to set; use sgd or rmsprop.")
     return partial(OPTIMIZERS[plan.optimizer], **settings)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from everlearn.heads import output_layer
 from everlearn.method import Method
@@ -31,33 +32,47 @@ class Freeze(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.tasks: int = 0
-        self.first: int | None = None
+        self.begun: bool = False
+        self.first: int | None = None  # the first task's id
+        self.frozen: bool = False
+        self._undo: list[Callable[[], object]] = []
+        self._held: list[tuple[Tensor, Tensor]] = []
 
     def begin_task(self, model: nn.Module, task: Any) -> None:
         """Freeze everything but the output layer, from the second task on."""
         place = getattr(task, "id", None)
-        if self.tasks == 0:
-            self.tasks, self.first = 1, place
-        elif place is None or place != self.first:
+        self.frozen = self.frozen or (self.begun and (place is None or place != self.first))
+        if not self.begun:
+            self.begun, self.first = True, place
+        if self.frozen:
             self._freeze(unwrap(model))
 
+    def after_step(self, model: nn.Module) -> None:
+        """Put back buffers that moved all the same: a compiled model may not see a hook that came later."""
+        for buffer, value in self._held:
+            buffer.copy_(value)
+
+    def detach(self, model: nn.Module) -> None:
+        """Let everything learn again."""
+        for undo in self._undo:
+            undo()
+        self._undo, self._held = [], []
+
     def _freeze(self, model: nn.Module) -> None:
+        self.detach(model)
         _, output = output_layer(model, self.output)
         learning = {id(p) for p in output.parameters()}
         for p in model.parameters():
-            if id(p) not in learning:
+            if id(p) not in learning and p.requires_grad:
                 p.requires_grad_(False)
                 p.grad = None  # a gradient left over would still be stepped on
-        for module in model.modules():
-            if getattr(module, "track_running_stats", False) and not _is_held(module):
-                module.register_forward_pre_hook(_hold_statistics)
+                self._undo.append(partial(p.requires_grad_, True))
+        moving = [m for m in model.modules() if getattr(m, "track_running_stats", False)]
+        self._undo += [m.register_forward_pre_hook(_hold_statistics).remove for m in moving]
+        own = {id(b) for b in output.buffers()}
+        self._held = [(b, b.clone()) for b in model.buffers() if id(b) not in own]
 
 
-def _hold_statistics(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+def _hold_statistics(module: nn.Module, args: tuple[Tensor, ...]) -> None:
     """Before every forward, because ``model.train()`` in the loop would set the statistics moving again."""
     module.training = False
-
-
-def _is_held(module: nn.Module) -> bool:
-    return _hold_statistics in module._forward_pre_hooks.values()

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from everlearn.method import Method
+from everlearn.method import Method, NonNegative
 from everlearn.params import Params, difference, snapshot
 from everlearn.stream import Batch
 
@@ -25,7 +25,7 @@ class L2(Method):
         strength: of the pull; 0 is fine-tuning.
     """
 
-    strength: float = 0.1
+    strength: NonNegative = 0.1
 
     def __post_init__(self) -> None:
         super().__post_init__()

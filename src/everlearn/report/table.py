@@ -17,7 +17,7 @@ Group = dict[str, list[Result]]  # a method's results, one per seed
 def table(results: Iterable[Result]) -> str:
     """For each stream and scenario a table of methods and metrics, mean ± standard deviation over seeds."""
     return "\n\n".join(
-        f"{stream}, {scenario}-incremental (accuracies in %, mean ± std over seeds)\n" + _metrics(group)
+        f"{stream}, {scenario}-incremental ({_unit(group)}, mean ± std over seeds)\n" + _metrics(group)
         for (stream, scenario), group in _groups(results).items()
     )
 
@@ -34,7 +34,8 @@ def overview(results: Iterable[Result]) -> str:
         lines.append([m, *(_cell(rs) for rs in mine), f"{seconds:.1f}"])
     streams = ", ".join(dict.fromkeys(stream for stream, _ in groups))
     seeds = max(len(rs) for group in groups.values() for rs in group.values())
-    note = f"{streams}: average accuracy in % after the last task (forgetting in brackets), {seeds} seed{'s' * (seeds > 1)}"
+    unit = _unit(next(iter(groups.values())))
+    note = f"{streams}: average {unit} after the last task (forgetting in brackets), {seeds} seed{'s' * (seeds > 1)}"
     return note + "\n" + columns([titles, *lines])
 
 
@@ -63,61 +64,91 @@ def _groups(results: Iterable[Result]) -> dict[tuple[str, str], Group]:
         by_setting[r.config.get("stream", {}).get("name", "?"), r.config.get("scenario", "?")].append(r)
     groups: dict[tuple[str, str], Group] = {}
     for setting, rs in by_setting.items():
-        facts = [_facts(r) for r in rs]
-        varied = [k for k in dict.fromkeys(k for f in facts for k in f) if len({repr(f.get(k)) for f in facts}) > 1]
         group: Group = defaultdict(list)
-        for r, f in zip(rs, facts, strict=True):
-            group[", ".join([r.config["method"], *(f"{k}={f.get(k)}" for k in varied)])].append(r)
+        for r, variant in zip(rs, _variants(rs), strict=True):
+            group[", ".join([r.config["method"], *variant])].append(r)
         groups[setting] = dict(sorted(group.items(), key=lambda item: -np.mean([r.average_accuracy for r in item[1]])))
     return groups
 
 
+def _variants(results: Sequence[Result]) -> list[list[str]]:
+    """For each result the facts in which these results differ, beyond method and seed."""
+    facts = [_facts(r) for r in results]
+    same = [(r.config["method"], r.config.get("seed"), repr(f)) for r, f in zip(results, facts, strict=True)]
+    if len(set(same)) < len(same):  # one seed twice: the data or first weights were others
+        facts = [
+            {**f, "data": hashlib.blake2b(repr(r.config.get("fingerprints")).encode(), digest_size=2).hexdigest()}
+            for r, f in zip(results, facts, strict=True)
+        ]
+    varied = [k for k in dict.fromkeys(k for f in facts for k in f) if len({repr(f.get(k)) for f in facts}) > 1]
+    return [[f"{k}={f.get(k)}" for k in varied] for f in facts]
+
+
 def _facts(result: Result) -> dict[str, Any]:
-    """What is the same for all seeds of one setting."""
-    training = result.config.get("training", {})
-    optimizer = training.get("optimizer") or {}
-    return {
-        **{k: v for k, v in training.items() if k != "optimizer"},
-        **{"optimizer" if k == "name" else k: v for k, v in optimizer.items()},
-        "model": hashlib.blake2b(repr(result.config.get("model")).encode(), digest_size=2).hexdigest(),
-    }
+    """What all seeds of one setting have in common."""
+    training = dict(result.config.get("training", {}))
+    groups = training.pop("groups", [{}])
+    stream = {k: v for k, v in result.config.get("stream", {}).items() if k not in ("seed", "class_order", "joint")}
+    text = str(result.config.get("model"))
+    model = f"{text.split('(')[0]}-{hashlib.blake2b(text.encode(), digest_size=2).hexdigest()}"
+    return {**training, **(groups[0] if len(groups) == 1 else {"groups": groups}), **stream, "model": model}
 
 
 def _metrics(group: Group) -> str:
-    titles = ["method", "seeds", "average", "incremental", "learning", "forgetting", "backward", "forward",
-              "intransigence", "train s", "consol. s", "eval s", "peak MB", "params", "state KB"]  # fmt: skip
-    joint = {r.config.get("seed"): r for r in group.get("joint", [])}
-    lines = []
+    """Two tables, each narrow enough for a terminal: what was reached, and what it cost."""
+    joint = {_setting(r): r for rs in group.values() for r in rs if r.config["method"] == "joint"}
+    reached = [
+        ["method", "seeds", "average", "forgetting", "learning", "incremental", "backward", "forward", "intransigence"]
+    ]
+    spent = [["method", "train s", "consolidate s", "evaluate s", "peak MB", "parameters", "state KB"]]
     for method, rs in group.items():
-        against = [r.intransigence(joint[s]) for r in rs if (s := r.config.get("seed")) in joint and method != "joint"]
-        lines.append([
-            method, str(len(rs)),
-            *(_percent([getattr(r, name) for r in rs]) for name in (
-                "average_accuracy", "average_incremental_accuracy", "learning_accuracy", "forgetting",
+        name, against = _score(rs), [r.intransigence(j) for r in rs if (j := joint.get(_setting(r))) not in (None, r)]
+        reached.append([
+            method, str(len({r.config.get("seed") for r in rs})),
+            *(_spread([getattr(r, metric) for r in rs], name) for metric in (
+                "average_accuracy", "forgetting", "learning_accuracy", "average_incremental_accuracy",
                 "backward_transfer", "forward_transfer")),
-            _percent(against),
+            _spread(against, name),
+        ])  # fmt: skip
+        spent.append([
+            method,
             *(_number([r.cost.get("seconds", {}).get(k) for r in rs], "{:.2f}") for k in ("train", "consolidate", "evaluate")),
             _number([r.cost.get("peak_memory", 0) / 2**20 for r in rs], "{:.0f}"),
             _number([(r.cost.get("parameters") or [None])[-1] for r in rs], "{:,.0f}"),
             _number([(r.cost.get("state_bytes") or [0])[-1] / 1024 for r in rs], "{:,.0f}"),
         ])  # fmt: skip
-    return columns([titles, *lines])
+    return columns(reached) + "\n\n" + columns(spent)
+
+
+def _setting(result: Result) -> tuple[Any, str]:
+    return result.config.get("seed"), repr(_facts(result))
 
 
 def _cell(results: Sequence[Result]) -> str:
     if not results:
         return "–"
     forgot = np.mean([r.forgetting for r in results])
-    return _percent([r.average_accuracy for r in results]) + (
-        "       " if np.isnan(forgot) else f" ({100 * forgot:4.1f})"
-    )
+    name = _score(results)
+    lost = "" if np.isnan(forgot) else f" ({_spread([float(forgot)], name):>4})"
+    return _spread([r.average_accuracy for r in results], name) + (lost or "       ")
 
 
-def _percent(values: Sequence[float]) -> str:
-    known = [100 * v for v in values if not np.isnan(v)]
+def _score(results: Sequence[Result]) -> str:
+    return str(results[0].config.get("score", "accuracy"))
+
+
+def _unit(group: Group) -> str:
+    name = _score(next(iter(group.values())))
+    return "accuracy in %" if name == "accuracy" else name
+
+
+def _spread(values: Sequence[float], name: str) -> str:
+    """Mean ± standard deviation; accuracies in per cent, other scores as they are."""
+    scale, form = (100, "{:.1f}") if name == "accuracy" else (1, "{:.4g}")
+    known = [scale * v for v in values if not np.isnan(v)]
     if not known:
         return "–"
-    return f"{np.mean(known):.1f}" + (f" ± {np.std(known, ddof=1):.1f}" if len(known) > 1 else "")
+    return form.format(np.mean(known)) + (f" ± {form.format(np.std(known, ddof=1))}" if len(known) > 1 else "")
 
 
 def _number(values: Sequence[Any], form: str) -> str:

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data import DataLoader
 
 from everlearn.data import Arrays, Batches, Items, Source, as_source
 from everlearn.likelihood import Categorical, Likelihood
-from everlearn.seeds import generator
+from everlearn.seeds import generator, seeded
 from everlearn.stream import SCENARIOS, Scenario, Stream, Task, Transform, allowed_classes
 from everlearn.streams.parts import Permutation, Rotation, View, labels_of, part
 
@@ -69,7 +69,7 @@ def split(
     labels = [labels_of(source) for source in sources]
     classes = sorted(set(labels[0].tolist()))
     order = _order(classes, class_order, seed)
-    if not 1 <= tasks <= len(order):
+    if not isinstance(tasks, int) or not 1 <= tasks <= len(order):
         raise ValueError(f"Cannot split {len(order)} classes into {tasks} tasks: ask for 1 to {len(order)}.")
     groups = [order[i[0] : i[-1] + 1] for i in torch.arange(len(order)).tensor_split(tasks)]
     if scenario == "domain" and len({len(g) for g in groups}) > 1:
@@ -77,7 +77,7 @@ def split(
     pairs = []
     for group in groups:
         rename = {c: i for i, c in enumerate(group)} if scenario == "domain" else None
-        index = [torch.isin(y, torch.tensor(group)).nonzero().flatten() for y in labels]
+        index = [torch.isin(y, torch.tensor(group, device=y.device)).nonzero().flatten() for y in labels]
         pairs.append(tuple(part(s, i, rename) for s, i in zip(sources, index, strict=True)))
     named = [list(range(len(g))) for g in groups] if scenario == "domain" else groups
     manner = _Manner(seed, valid, transform, eval_transform)
@@ -112,7 +112,7 @@ def rotated(
     train: Any,
     test: Any,
     *,
-    tasks: int = 10,
+    tasks: int | None = None,
     scenario: Scenario = "domain",
     seed: int = 0,
     angles: Sequence[float] | None = None,
@@ -124,9 +124,11 @@ def rotated(
 ) -> Stream:
     """One data set of images, turned by another angle in every task.
 
-    Arguments as for ``split``, and ``angles`` in degrees; by default from 0 in equal steps up to below 180.
+    Arguments as for ``split``, and ``angles`` in degrees; by default ten, from 0 in equal steps up to below 180.
     """
-    degrees = [180 * t / tasks for t in range(tasks)] if angles is None else list(angles)
+    degrees = [180 * t / (tasks or 10) for t in range(tasks or 10)] if angles is None else [float(a) for a in angles]
+    if tasks is not None and tasks != len(degrees):
+        raise ValueError(f"{len(degrees)} angles make {len(degrees)} tasks, not {tasks}: leave tasks out.")
     sources = as_source(train, workers), as_source(test, workers)
     views: list[View] = [Rotation(angle) for angle in degrees]
     manner = _Manner(seed, valid, transform, eval_transform)
@@ -147,19 +149,20 @@ def online(stream: Stream, *, chunk: int = 10, seed: int = 0) -> Stream:
       task 1, chunk 0: 4 train, classes 2 3
       task 1, chunk 1: 2 train, classes 2 3
     """
-    if chunk < 1:
-        raise ValueError(f"chunk must be at least 1 example, got {chunk}.")
+    if not isinstance(chunk, int) or chunk < 1:
+        raise ValueError(f"chunk must be a whole number of at least 1 example, got {chunk}.")
     chunks = []
     for place, task in enumerate(stream):
         if isinstance(task.train, Batches):
             raise TypeError("An online stream is cut from arrays or a Dataset; a DataLoader comes in batches already.")
         order = torch.randperm(len(task.train), generator=generator(seed, "stream", "online", place))
         chunks += [
-            replace(task, train=part(task.train, i), valid=None, test=None, name=f"{task}, chunk {k}")
+            replace(task, train=part(task.train, i), valid=None, test=None, name=f"{task}, chunk {k}", part=k)
             for k, i in enumerate(order.split(chunk))
         ]
     settings = {**stream.settings, "chunk": chunk}
-    return replace(stream, tasks=chunks, exams=stream.exams, name=f"online-{stream.name}", settings=settings)
+    name = f"online-{stream.name}"
+    return replace(stream, tasks=chunks, exams=stream.exams, name=name, settings=settings, once=True)
 
 
 def from_tasks(
@@ -206,6 +209,9 @@ def from_tasks(
     for i, pair in enumerate(tasks):
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise TypeError(f"Task {i} must be a pair (training data, test data), got a {type(pair).__name__}.")
+    for given, what in ((names, "names"), (classes, "classes")):
+        if given is not None and len(given) != len(tasks):
+            raise ValueError(f"There are {len(tasks)} tasks but {len(given)} {what}: give one for each.")
     pairs = [tuple(None if data is None else as_source(data, workers) for data in pair) for pair in tasks]
     if classes is None and isinstance(meaning, Categorical) and (scenario != "domain" or outputs is None):
         classes = [_classes(pair[0], i) for i, pair in enumerate(pairs)]
@@ -214,7 +220,7 @@ def from_tasks(
     needed = outputs or (max(max(c) for c in classes) + 1 if classes else _outputs(pairs[0][0], meaning))
     manner = _Manner(seed, valid, transform, eval_transform)
     stream = _stream(pairs, classes, scenario, name, {}, manner, meaning)
-    for task, own in zip(stream, names or [], strict=names is not None):
+    for task, own in zip(stream, names or [], strict=False):
         task.name = own
     return replace(stream, outputs=needed)
 
@@ -257,7 +263,8 @@ def _stream(
         task.transform, task.eval_transform = manner.transform, manner.eval_transform
         tasks.append(task)
     settings = {**settings, "seed": manner.seed, "valid": manner.valid}
-    inputs = tree_leaves(_first(tasks[0].train))[0] if tasks and not isinstance(tasks[0].train, Batches) else None
+    readable = not isinstance(tasks[0].train, Batches) or isinstance(tasks[0].train.iterable, (DataLoader, Sequence))
+    inputs = tree_leaves(_first(tasks[0].train))[0] if readable else None
     outputs = max(c for own in classes for c in own) + 1 if classes else 0
     return Stream(tasks, scenario, name, [], () if inputs is None else tuple(inputs.shape), outputs, settings)
 
@@ -273,6 +280,8 @@ def _hold_back(train: Source | None, share: float, seed: int, t: int) -> tuple[S
         )
     order = torch.randperm(len(train), generator=generator(seed, "stream", "valid", t))
     held = max(1, round(share * len(train)))
+    if held >= len(train):
+        raise ValueError(f"Task {t} has {len(train)} examples: a validation share of {share} leaves none to train on.")
     return part(train, order[held:].sort().values), part(train, order[:held].sort().values)
 
 
@@ -280,7 +289,7 @@ def _order(classes: list[int], given: Sequence[int] | None, seed: int) -> list[i
     if given is not None:
         if len(set(given)) != len(given) or not set(given) <= set(classes):
             raise ValueError(f"class_order must name classes of the data once each ({classes}), got {list(given)}.")
-        return list(given)
+        return [int(c) for c in given]
     if seed == 0:
         return classes
     return [classes[i] for i in torch.randperm(len(classes), generator=generator(seed, "stream")).tolist()]
@@ -288,10 +297,13 @@ def _order(classes: list[int], given: Sequence[int] | None, seed: int) -> list[i
 
 def _first(source: Any) -> Any:
     """One input without its batch axis."""
+    if isinstance(source, Batches):
+        with seeded(0):
+            return tree_map(lambda v: v[0], next(source.batches(1, None, 0))[0])
     if isinstance(source, Items):
-        return torch.as_tensor(source.dataset[0][0])
-    x = source.rows(torch.tensor([0]))[0]
-    return x[0] if isinstance(x, Tensor) else {k: v[0] for k, v in x.items()}
+        with seeded(0):
+            return tree_map(torch.as_tensor, source.dataset[0][0])
+    return tree_map(lambda v: v[0], source.rows(torch.tensor([0]))[0])
 
 
 def _classes(source: Any, t: int) -> list[int]:

@@ -19,7 +19,6 @@ from everlearn.streams.build import online, permuted, rotated, split
 Pair = tuple[Tensor, Tensor]
 
 
-@cache
 def load() -> tuple[Pair, Pair]:
     """Training and test pairs (x, y): images of shape (1, 8, 8) in [0, 1]; every fifth image of each digit is for tests.
 
@@ -27,6 +26,12 @@ def load() -> tuple[Pair, Pair]:
     >>> x.shape, x_test.shape
     (torch.Size([1442, 1, 8, 8]), torch.Size([355, 1, 8, 8]))
     """
+    (x, y), (x_test, y_test) = _read()
+    return (x.clone(), y.clone()), (x_test.clone(), y_test.clone())  # what the caller changes stays the caller's
+
+
+@cache
+def _read() -> tuple[Pair, Pair]:
     with files("everlearn.streams").joinpath("digits.npz").open("rb") as file, np.load(file) as stored:
         x = torch.from_numpy(stored["images"]).float().unsqueeze(1) / 16
         y = torch.from_numpy(stored["labels"]).long()

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
 from everlearn.data import Arrays, Items, Source
+from everlearn.seeds import seeded
 
 View = Callable[[Tensor], Tensor]
 
@@ -74,16 +75,33 @@ def labels_of(source: Source) -> Tensor:
     if isinstance(source, Arrays) and source.y is not None:
         labels = source.y
     elif isinstance(source, Items):
-        known = [getattr(source.dataset, name, None) for name in ("targets", "labels")]
-        found = next((k for k in known if k is not None), None)
-        labels = torch.as_tensor(found if found is not None else [int(y) for _, y in _all(source.dataset)])
+        with seeded(0):
+            stated = _stated_labels(source.dataset)
+            labels = stated if stated is not None else torch.tensor([int(y) for _, y in _all(source.dataset)])
     else:
-        raise TypeError("A stream is made from labelled arrays or a Dataset of pairs (x, y).")
+        raise TypeError(
+            "Such a stream is made from labelled arrays or a Dataset of pairs (x, y); for DataLoaders and iterables use "
+            "streams.from_tasks."
+        )
+    if not len(labels):
+        raise ValueError("There are no examples to make a stream of.")
     if labels.is_floating_point() or labels.dim() != 1:
         raise TypeError(
             f"Class labels must be integers, one per example, got {labels.dtype} of shape {tuple(labels.shape)}."
         )
     return labels.long()
+
+
+def _stated_labels(dataset: Any) -> Tensor | None:
+    """A dataset's ``targets`` or ``labels``, where they are class numbers, one for each example."""
+    for name in ("targets", "labels"):
+        try:
+            labels = torch.as_tensor(getattr(dataset, name))
+        except (AttributeError, TypeError, ValueError, RuntimeError):
+            continue
+        if labels.dim() == 1 and len(labels) == len(dataset) and not labels.is_floating_point():
+            return labels
+    return None
 
 
 class _Seen(Dataset[Any]):
@@ -107,6 +125,6 @@ def _all(dataset: Any) -> Any:
 
 def _renamed(y: Tensor, rename: Mapping[int, int]) -> Tensor:
     y = y.long()
-    table = torch.full((int(max(rename)) + 1,), -1)
-    table[list(rename)] = torch.tensor(list(rename.values()))
+    table = torch.full((int(max(rename)) + 1,), -1, device=y.device)
+    table[list(rename)] = torch.tensor(list(rename.values()), device=y.device)
     return table[y]
