@@ -169,6 +169,11 @@ def test_list_and_show(capsys):
     assert "strength: float, 0 or more = 0.1\n      of the pull; 0 is fine-tuning." in capsys.readouterr().out
 
 
+def test_layers_may_be_equally_wide(tmp_path):
+    start(["run", "--epochs", "1", "--hidden", "8,8", "--methods", "finetune", "--out", str(tmp_path)])
+    assert results.load(tmp_path)[0].cost["parameters"][0] == 64 * 8 + 8 + 8 * 8 + 8 + 8 * 10 + 10
+
+
 def test_online_streams_are_seen_once(tmp_path):
     assert (
         start(["run", "--stream", "online-digits", "--methods", "finetune", "--hidden", "16", "--out", str(tmp_path)])

@@ -60,6 +60,11 @@ class Plan(BaseModel):
     threads: int | None = Field(None, ge=1, description="Threads torch may use; small models are fastest with 1.")
     out: Path = Field(Path("runs"), description="Folder of the results.")
 
+    @property
+    def widths(self) -> list[int]:
+        """Of the hidden layers."""
+        return [int(w) for w in self.hidden.split(",")]
+
     @field_validator("stream", "scenario", "methods", "hidden", mode="before")
     @classmethod
     def _list_as_text(cls, value: Any) -> Any:
@@ -83,7 +88,7 @@ class Plan(BaseModel):
     def _options_go_together(self) -> Plan:
         if self.momentum and self.optimizer not in ("sgd", "rmsprop"):
             raise ValueError(f"momentum: {self.optimizer} has none to set; use sgd or rmsprop")
-        if not all(w.isdigit() and int(w) > 0 for w in words(self.hidden)):
+        if not all(w.strip().isdigit() and int(w) > 0 for w in self.hidden.split(",")):
             raise ValueError(f"hidden: got {self.hidden!r}, allowed: widths separated by commas, as in 400,400")
         for name in ("stream", "scenario", "methods"):
             if not words(getattr(self, name)):
@@ -138,7 +143,7 @@ class Cell:
         number = {} if p.tasks is None else {"tasks": p.tasks}
         stream = STREAMS[self.stream](scenario=self.scenario, seed=self.seed, valid=p.valid, **number)
         return run(
-            partial(NETS["mlp"], hidden=[int(w) for w in words(p.hidden)]) if p.net == "mlp" else NETS[p.net],
+            partial(NETS["mlp"], hidden=p.widths) if p.net == "mlp" else NETS[p.net],
             self.method,
             stream.joint() if self.joint else stream,
             optimizer=optimizer(p), epochs=p.epochs or (1 if stream.once else 10), iterations=p.iterations, batch_size=p.batch_size, seed=self.seed,
