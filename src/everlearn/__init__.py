@@ -1,6 +1,6 @@
 """Everlearn: let a PyTorch model go on learning without forgetting."""
 
-from everlearn import heads, metrics, nets, results, streams
+from everlearn import curvature, heads, metrics, nets, optim, results, streams
 from everlearn.likelihood import Bernoulli, Categorical, Gaussian, Likelihood
 from everlearn.method import Chain, Method
 from everlearn.methods import METHODS
@@ -25,10 +25,12 @@ __all__ = [
     "Stream",
     "Task",
     "allowed_classes",
+    "curvature",
     "evaluate",
     "heads",
     "metrics",
     "nets",
+    "optim",
     "results",
     "run",
     "streams",

@@ -71,11 +71,11 @@ class Batch:
 
     def loss(self, out: Tensor) -> Tensor:
         """Mean loss of the model's outputs for this batch."""
-        return self.likelihood.loss(out, self._labels(), self.allowed_rows)
+        return self.likelihood.loss(out, self.labels(), self.allowed_rows)
 
     def score(self, out: Tensor) -> Tensor:
         """How good each example's output is (1 or 0 for right or wrong classes)."""
-        return self.likelihood.score(out, self._labels(), self.allowed_rows)
+        return self.likelihood.score(out, self.labels(), self.allowed_rows)
 
     def like(self, x: Inputs, y: Tensor | None, t: Tensor | None) -> Batch:
         """Other examples, seen at this same moment of the stream."""
@@ -103,7 +103,8 @@ class Batch:
         """How many labels the loss is a mean over."""
         return float(len(self) if self.y is None else self.likelihood.weight(self.y))
 
-    def _labels(self) -> Tensor:
+    def labels(self) -> Tensor:
+        """The labels, which a loss needs."""
         if self.y is None:
             raise ValueError("This batch has no labels: a loss needs them; give pairs (x, y).")
         return self.y

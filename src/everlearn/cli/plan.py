@@ -42,7 +42,7 @@ class Plan(BaseModel):
     set: list[str] = Field([], description="A method's field, as in l2.strength=30; may be repeated.")
     tasks: int | None = Field(None, ge=1, description="Tasks in a stream, instead of the stream's own number.")
     seeds: int = Field(1, ge=1, description="How many seeds, counted from 0.")
-    net: Literal["mlp", "cnn"] = Field("mlp", description="The model.")
+    net: Literal["mlp", "cnn", "resnet", "transformer"] = Field("mlp", description="The model.")
     hidden: str = Field("400,400", description="Widths of the hidden layers (mlp only).")
     optimizer: Literal["sgd", "adam", "adamw", "rmsprop"] = Field("adam", description="The optimizer.")
     lr: float = Field(0.001, gt=0, allow_inf_nan=False, description="Its learning rate.")

@@ -6,7 +6,9 @@ from torch import nn
 
 from everlearn.nets.cnn import cnn
 from everlearn.nets.mlp import mlp
+from everlearn.nets.resnet import resnet
+from everlearn.nets.transformer import transformer
 
-NETS: dict[str, Callable[..., nn.Module]] = {"mlp": mlp, "cnn": cnn}
+NETS: dict[str, Callable[..., nn.Module]] = {"mlp": mlp, "cnn": cnn, "resnet": resnet, "transformer": transformer}
 
-__all__ = ["NETS", "cnn", "mlp"]
+__all__ = ["NETS", "cnn", "mlp", "resnet", "transformer"]

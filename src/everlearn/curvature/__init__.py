@@ -1,0 +1,23 @@
+"""The Fisher information and its kin: quadratic forms on parameters, and the estimators that make them."""
+
+from everlearn.curvature.diagonal import Diagonal
+from everlearn.curvature.divergence import gaussian_kl, kl, predictive_kl
+from everlearn.curvature.fisher import FisherEstimator, fisher, from_adam
+from everlearn.curvature.full import Full
+from everlearn.curvature.kronecker import Kronecker
+from everlearn.curvature.picture import histogram
+from everlearn.curvature.sensitivity import sensitivity
+
+__all__ = [
+    "Diagonal",
+    "FisherEstimator",
+    "Full",
+    "Kronecker",
+    "fisher",
+    "from_adam",
+    "gaussian_kl",
+    "histogram",
+    "kl",
+    "predictive_kl",
+    "sensitivity",
+]

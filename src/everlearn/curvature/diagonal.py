@@ -1,0 +1,67 @@
+"""The diagonal quadratic form: one number per parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from everlearn.params import Params
+
+
+@dataclass(eq=False)
+class Diagonal:
+    """δᵀ F δ = Σᵢ Fᵢ δᵢ², a number per parameter.
+
+    Args:
+        values: by parameter name.
+
+    >>> F = Diagonal({"w": torch.tensor([1.0, 3.0])})
+    >>> F.quad({"w": torch.tensor([2.0, 1.0])})
+    tensor(7.)
+    >>> (2 * F + F).values["w"], F.trace()
+    (tensor([3., 9.]), 4.0)
+    """
+
+    values: Params = field(default_factory=dict)
+
+    def quad(self, delta: Params) -> Tensor:
+        """δᵀ F δ over the parameters both know."""
+        parts = [(self.values[n] * d.square()).sum() for n, d in delta.items() if n in self.values]
+        return torch.stack(parts).sum() if parts else torch.zeros(())
+
+    def solve(self, vector: Params, damping: float = 0.0) -> Params:
+        """(F + damping)⁻¹ v."""
+        return {n: v / (self.values[n] + damping) for n, v in vector.items()}
+
+    def diagonal(self) -> Params:
+        """Itself, as plain tensors."""
+        return dict(self.values)
+
+    def trace(self) -> float:
+        """Σᵢ Fᵢ."""
+        return float(sum(v.sum().item() for v in self.values.values()))
+
+    def __add__(self, other: Diagonal) -> Diagonal:
+        return Diagonal(merged(self.values, other.values, torch.add))
+
+    def __mul__(self, scale: float) -> Diagonal:
+        return Diagonal({n: v * scale for n, v in self.values.items()})
+
+    __rmul__ = __mul__
+
+    def state_dict(self) -> dict[str, Any]:
+        """For saving."""
+        return dict(self.values)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what was saved."""
+        self.values = dict(state)
+
+
+def merged(a: dict[str, Any], b: dict[str, Any], join: Callable[[Any, Any], Any]) -> dict[str, Any]:
+    """Both dicts as one; what both have, joined."""
+    return {n: join(a[n], b[n]) if n in a and n in b else a.get(n, b.get(n)) for n in {**a, **b}}

@@ -1,0 +1,105 @@
+"""Distances between predicted distributions, of which the Fisher information is the curvature.
+
+For a small step δ of the parameters, KL(p_θ ‖ p_θ+δ) ≈ ½ δᵀ F δ.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributions import Bernoulli as BernoulliDistribution
+from torch.distributions import Categorical as CategoricalDistribution
+from torch.distributions import Distribution, Independent, Normal, kl_divergence
+from torch.func import functional_call
+
+from everlearn.curvature.persample.engine import untouched
+from everlearn.likelihood import Bernoulli, Categorical, Gaussian, Likelihood
+from everlearn.params import Params, named, unwrap
+from everlearn.stream import as_task
+
+Direction = Literal["forward", "reverse"]
+
+
+def kl(p: Distribution, q: Distribution, direction: Direction = "forward", samples: int = 10_000) -> Tensor:
+    """KL divergence of q from p: forward, E_p[log p/q], makes q cover p; reverse, E_q[log q/p], lets q pick a mode of p.
+
+    In closed form where torch knows one (Gaussians, categoricals, …), otherwise the mean over samples.
+
+    Args:
+        p: a ``torch.distributions`` distribution.
+        q: another over the same values.
+        direction: which of the two.
+        samples: drawn where there is no closed form.
+
+    >>> kl(Normal(0.0, 1.0), Normal(1.0, 1.0))
+    tensor(0.5000)
+    """
+    if direction not in ("forward", "reverse"):
+        raise ValueError(f"direction: got {direction!r}, allowed: 'forward', 'reverse'.")
+    first, second = (p, q) if direction == "forward" else (q, p)
+    try:
+        closed: Tensor = kl_divergence(first, second)
+        return closed
+    except NotImplementedError:
+        x = first.sample((samples,))
+        ratio: Tensor = first.log_prob(x) - second.log_prob(x)
+        return ratio.mean(0)
+
+
+def gaussian_kl(mean: Tensor, covariance: Tensor, other_mean: Tensor, other_covariance: Tensor) -> Tensor:
+    """KL of two Gaussians with full covariance: ½ [tr(Σ₂⁻¹Σ₁) + (μ₂-μ₁)ᵀ Σ₂⁻¹ (μ₂-μ₁) - d + log det Σ₂ / det Σ₁].
+
+    >>> one = torch.eye(2)
+    >>> gaussian_kl(torch.zeros(2), one, torch.ones(2), one)
+    tensor(1.)
+    """
+    left, right = torch.linalg.cholesky(covariance), torch.linalg.cholesky(other_covariance)
+    spread = torch.linalg.solve_triangular(right, left, upper=False).square().sum()
+    shift = torch.linalg.solve_triangular(right, (other_mean - mean)[:, None], upper=False).square().sum()
+    volume = 2 * (right.diagonal().log().sum() - left.diagonal().log().sum())
+    return 0.5 * (spread + shift - len(mean) + volume)
+
+
+def predictive_kl(
+    model: nn.Module,
+    delta: Params,
+    data: Any,
+    direction: Direction = "forward",
+    likelihood: Likelihood | None = None,
+    chunk: int = 256,
+) -> Tensor:
+    """Mean over examples of the KL divergence between what the model predicts now and what it would after a step δ.
+
+    Args:
+        model: any module; left as it was.
+        delta: the step, by parameter name.
+        data: inputs, or anything a task can be made of.
+        direction: "forward" is KL(now ‖ then).
+        likelihood: what the outputs mean; by default the task's.
+        chunk: examples per pass.
+    """
+    inner, task, parts, count = unwrap(model), as_task(data), [], 0
+    moved = {n: p.detach() + delta[n] if n in delta else p.detach() for n, p in named(model).items()}
+    with untouched(inner), torch.no_grad():
+        for batch in task.examples(chunk):
+            rows, meaning = batch.allowed_rows, likelihood or batch.likelihood
+            outputs = inner(batch.x), functional_call(inner, moved, (batch.x,))
+            now, then = (_distribution(meaning, out, rows) for out in outputs)
+            parts.append(kl(now, then, direction).sum())
+            count += len(batch)
+    return torch.stack(parts).sum() / count
+
+
+def _distribution(likelihood: Likelihood, out: Tensor, allowed: Tensor | None) -> Distribution:
+    """The predicted distribution, a batch of one per example (and token)."""
+    if isinstance(likelihood, Categorical):
+        if allowed is not None:  # classes nobody may name would give 0 · ∞
+            out = out[..., : allowed.shape[-1]][..., allowed.any(0)]
+        return CategoricalDistribution(logits=out)
+    if isinstance(likelihood, Bernoulli):
+        return Independent(BernoulliDistribution(logits=out), 1)
+    if isinstance(likelihood, Gaussian):
+        return Independent(Normal(out, likelihood.variance**0.5), out.dim() - 1)
+    raise TypeError(f"No distribution is known for {likelihood}.")

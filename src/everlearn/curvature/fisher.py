@@ -1,0 +1,169 @@
+"""The Fisher information of a model on some data, and Adam's free approximation of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from everlearn.curvature.diagonal import Diagonal
+from everlearn.curvature.full import Full
+from everlearn.curvature.kronecker import Kronecker, Pair
+from everlearn.curvature.persample.engine import PerExample
+from everlearn.curvature.persample.statistics import Elementwise, InFull, KroneckerFactors, Statistic
+from everlearn.likelihood import Likelihood
+from everlearn.params import Params, named
+from everlearn.seeds import generator
+from everlearn.stream import Batch, as_task
+
+Labels = Literal["exact", "signs", "sample", "predicted", "true"]
+Structure = Literal["diagonal", "kronecker", "full"]
+Form = Diagonal | Kronecker | Full
+
+
+def fisher(
+    model: nn.Module,
+    data: Any,
+    labels: Labels = "exact",
+    structure: Structure = "diagonal",
+    likelihood: Likelihood | None = None,
+    samples: int = 1,
+    chunk: int = 256,
+    seed: int = 0,
+) -> Form:
+    """The Fisher information: how strongly the predicted distribution reacts to each parameter.
+
+        F = mean over examples x of E over y ~ p(y | x) of [g gᵀ],   g = ∂ log p(y | x) / ∂θ
+
+    Inputs come from the data, labels from the *model*. The result does not depend on the batch size; the model is left
+    exactly as it was. The whole likelihood of an example counts: that of a sequence is the sum over its tokens.
+
+    Args:
+        model: any module; its trainable parameters are meant.
+        data: a task, or anything a task can be made of; a task's table of allowed classes is respected.
+        labels: how the expectation over labels is taken. "exact" sums over all, C - 1 backward passes for C classes.
+            "signs" takes one backward pass of a random combination with the same expectation, unbiased and far less noisy
+            than "sample", one label drawn from the model. "predicted" takes the most likely label and "true" the data's
+            (the *empirical* Fisher): neither is the Fisher information, and both vanish as a model becomes sure.
+        structure: "diagonal", "kronecker" (per layer) or "full".
+        likelihood: what the outputs mean; by default the task's.
+        samples: draws to average for "signs" and "sample".
+        chunk: examples per pass; memory grows with it.
+        seed: of the draws.
+
+    >>> model = nn.Linear(2, 3)
+    >>> F = fisher(model, torch.randn(100, 2))
+    >>> F.values["weight"].shape
+    torch.Size([3, 2])
+    """
+    return FisherEstimator(model, labels, structure, likelihood, samples, chunk)(data, seed)
+
+
+class FisherEstimator:
+    """``fisher`` with its arguments bound, for calls again and again: the model is probed once."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        labels: Labels = "exact",
+        structure: Structure = "diagonal",
+        likelihood: Likelihood | None = None,
+        samples: int = 1,
+        chunk: int = 256,
+    ) -> None:
+        if structure not in STRUCTURES:
+            raise ValueError(f"structure: got {structure!r}, allowed: {', '.join(map(repr, STRUCTURES))}.")
+        if labels not in COLUMNS:
+            raise ValueError(f"labels: got {labels!r}, allowed: {', '.join(map(repr, COLUMNS))}.")
+        if samples < 1 or chunk < 1:
+            raise ValueError(f"samples and chunk must be at least 1, got {samples} and {chunk}.")
+        self.labels, self.structure, self.likelihood = labels, structure, likelihood
+        self.samples = samples if labels in ("signs", "sample") else 1
+        self.chunk, self.engine = chunk, PerExample(model)
+
+    def __call__(self, data: Any, seed: int = 0) -> Form:
+        """The Fisher information on these data."""
+        engine, task = self.engine, as_task(data)
+        make, finish = STRUCTURES[self.structure]
+        statistic = make(engine.parameters)
+        random, examples = generator(seed, "fisher"), 0
+        device = next(iter(engine.parameters.values())).device
+        for batch in task.examples(self.chunk):
+            if not len(batch):
+                continue
+            batch = batch if device.type == "cpu" else batch.to(device)
+            engine.update(batch.x, partial(self._columns, batch, random), statistic)
+            examples += len(batch)
+        if not examples:
+            raise ValueError(f"{task} has no examples to take the Fisher information on.")
+        return finish(statistic, examples, self.samples)
+
+    def _columns(self, batch: Batch, random: torch.Generator, out: Tensor) -> Iterator[Tensor]:
+        likelihood = self.likelihood or batch.likelihood
+        counted = likelihood.counted(batch.y)
+        for _ in range(self.samples):
+            for column in COLUMNS[self.labels](likelihood, out, batch, random):
+                yield column if counted is None else column * counted
+
+
+def from_adam(model: nn.Module, optimizer: Optimizer) -> Diagonal:
+    """Adam's second moments as a diagonal, free of cost.
+
+    vᵢ is a moving average of the squared gradient of *mini-batch means* with the data's labels, bias-corrected here: an
+    approximation of the diagonal of the empirical Fisher information over the batch size (Pascanu & Bengio, 2013, discuss
+    the kinship). Right in order of magnitude between parameters, not in scale: tune the strength anew.
+
+    Args:
+        model: whose parameters are named.
+        optimizer: an Adam, AdamW or RMSprop that has trained it.
+    """
+    values: Params = {}
+    for name, p in named(model).items():
+        state = optimizer.state.get(p, {})
+        second = state.get("exp_avg_sq", state.get("square_avg"))
+        if second is None:
+            raise ValueError(
+                f"{type(optimizer).__name__} holds no second moment for {name!r}: give the Adam, AdamW or RMSprop that "
+                "trained this model, after at least one step."
+            )
+        beta = optimizer.param_groups[0].get("betas", (0, None))[1]
+        correction = 1 if beta is None else 1 - beta ** float(state["step"])
+        values[name] = second.detach() / correction
+    return Diagonal(values)
+
+
+def _diagonal(statistic: Any, examples: int, draws: int) -> Diagonal:
+    return Diagonal(statistic.sums) * (1 / (examples * draws))
+
+
+def _kronecker(statistic: Any, examples: int, draws: int) -> Kronecker:
+    """Inputs are the same in every draw and in every column, so only the outputs' factor is a mean over draws."""
+    layers = {
+        weight: [Pair(inputs / examples, statistic.outputs[weight] / (examples * draws))]
+        for weight, inputs in statistic.inputs.items()
+    }
+    covered = {*layers, *statistic.biases.values()}
+    rest = Diagonal({n: v for n, v in statistic.rest.sums.items() if n not in covered})
+    return Kronecker(layers, dict(statistic.biases), rest * (1 / (examples * draws)))
+
+
+def _full(statistic: Any, examples: int, draws: int) -> Full:
+    return Full(statistic.shapes, statistic.rows, statistic.matrix) * (1 / (examples * draws))
+
+
+STRUCTURES: dict[str, tuple[Callable[[Params], Statistic], Callable[[Any, int, int], Form]]] = {
+    "diagonal": (Elementwise, _diagonal),
+    "kronecker": (KroneckerFactors, _kronecker),
+    "full": (InFull, _full),
+}
+COLUMNS: dict[str, Callable[[Likelihood, Tensor, Batch, torch.Generator], Any]] = {
+    "exact": lambda p, out, b, random: p.factor(out, b.allowed_rows),
+    "signs": lambda p, out, b, random: [p.signs(out, random, b.allowed_rows)],
+    "sample": lambda p, out, b, random: [p.residual(out, p.sample(out, random, b.allowed_rows), b.allowed_rows)],
+    "predicted": lambda p, out, b, random: [p.residual(out, p.predicted(out, b.allowed_rows), b.allowed_rows)],
+    "true": lambda p, out, b, random: [p.residual(out, b.labels(), b.allowed_rows)],
+}

@@ -1,0 +1,169 @@
+"""The Kronecker-factored quadratic form: a pair of small matrices per layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from operator import add
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from everlearn.curvature.diagonal import Diagonal, merged
+from everlearn.params import Params
+
+Damping = Literal["eigenbasis", "factored"]
+
+
+class Pair(NamedTuple):
+    """The factors of one layer: F ≈ G ⊗ A in the order of ``weight.flatten()``, the bias as a last column of A's side."""
+
+    inputs: Tensor  # A
+    outputs: Tensor  # G
+
+
+@dataclass(eq=False)
+class Kronecker:
+    """δᵀ F δ = Σ over layers of tr(Δᵀ G Δ A), with Δ the layer's δ as a matrix [outputs, inputs (+ 1 for the bias)].
+
+    A sum of such forms keeps a list of pairs per layer, because a sum of Kronecker products is not one; parameters outside
+    linear and convolutional layers have a diagonal.
+
+    Args:
+        layers: a list of pairs for each weight.
+        biases: the name of the bias that goes with a weight.
+        rest: all other parameters.
+    """
+
+    layers: dict[str, list[Pair]] = field(default_factory=dict)
+    biases: dict[str, str] = field(default_factory=dict)
+    rest: Diagonal = field(default_factory=Diagonal)
+
+    def quad(self, delta: Params) -> Tensor:
+        """δᵀ F δ over the parameters both know."""
+        total = self.rest.quad(delta)
+        for weight, pairs in self.layers.items():
+            if weight in delta:
+                d = self._matrix(weight, delta)
+                total = total + sum((d * (g @ d @ a)).sum() for a, g in pairs)
+        return total
+
+    def solve(self, vector: Params, damping: float = 0.0, manner: Damping = "eigenbasis") -> Params:
+        """(F + damping)⁻¹ v.
+
+        Args:
+            vector: by parameter name.
+            damping: added to F.
+            manner: "eigenbasis" is exact; "factored" damps A and G apart (Martens & Grosse, 2015), which is cheaper where
+                factors change often and is another matrix. A sum of several pairs is solved by conjugate gradients.
+        """
+        solved = self.rest.solve({n: v for n, v in vector.items() if n in self.rest.values}, damping)
+        for weight, pairs in self.layers.items():
+            v = self._matrix(weight, vector)
+            if len(pairs) > 1:
+                x = _conjugate_gradients(pairs, v, damping)
+            else:
+                x = _factored(pairs[0], v, damping) if manner == "factored" else _eigenbasis(pairs[0], v, damping)
+            solved |= self._params(weight, x, vector)
+        return {n: solved[n] for n in vector}
+
+    def diagonal(self) -> Params:
+        """The diagonal by name; weights as matrices [outputs, inputs]."""
+        values = dict(self.rest.values)
+        for weight, pairs in self.layers.items():
+            d = torch.stack([torch.outer(g.diagonal(), a.diagonal()) for a, g in pairs]).sum(0)
+            values |= self._params(weight, d, {})
+        return values
+
+    def trace(self) -> float:
+        """tr(A ⊗ G) = tr A · tr G, summed."""
+        return self.rest.trace() + float(sum(a.trace() * g.trace() for pairs in self.layers.values() for a, g in pairs))
+
+    def __add__(self, other: Kronecker) -> Kronecker:
+        biases = {**self.biases, **other.biases}
+        return Kronecker(merged(self.layers, other.layers, add), biases, self.rest + other.rest)
+
+    def __mul__(self, scale: float) -> Kronecker:
+        layers = {w: [Pair(a, g * scale) for a, g in pairs] for w, pairs in self.layers.items()}
+        return Kronecker(layers, self.biases, self.rest * scale)
+
+    __rmul__ = __mul__
+
+    def mixed(self, other: Kronecker, decay: float) -> Kronecker:
+        """The running average of the factors, decay · own + (1 - decay) · other, which stays one pair per layer."""
+        layers = {
+            w: [
+                Pair(*(decay * mine + (1 - decay) * new for mine, new in zip(self.layers[w][0], pairs[0], strict=True)))
+            ]
+            for w, pairs in other.layers.items()
+        }
+        return Kronecker(layers, other.biases, self.rest * decay + other.rest * (1 - decay))
+
+    def state_dict(self) -> dict[str, Any]:
+        """For saving."""
+        return {
+            "layers": {w: [list(pair) for pair in pairs] for w, pairs in self.layers.items()},
+            "biases": dict(self.biases),
+            "rest": self.rest.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what was saved."""
+        self.layers = {w: [Pair(*pair) for pair in pairs] for w, pairs in state["layers"].items()}
+        self.biases = dict(state["biases"])
+        self.rest.load_state_dict(state["rest"])
+
+    def _matrix(self, weight: str, values: Params) -> Tensor:
+        """A layer's values as [outputs, inputs], with the bias (or zeros for it) as the last column."""
+        d = values[weight].flatten(1)
+        if weight not in self.biases:
+            return d
+        bias = values.get(self.biases[weight])
+        return torch.cat([d, (d.new_zeros(len(d)) if bias is None else bias)[:, None]], 1)
+
+    def _params(self, weight: str, matrix: Tensor, like: Params) -> Params:
+        if weight in self.biases:
+            bias = {self.biases[weight]: matrix[:, -1]}
+            matrix = matrix[:, :-1]
+        else:
+            bias = {}
+        return {weight: matrix.reshape(like[weight].shape) if weight in like else matrix, **bias}
+
+
+def _eigenbasis(pair: Pair, v: Tensor, damping: float) -> Tensor:
+    """Exact: in the eigenbasis of G ⊗ A the damped form is diagonal."""
+    (da, qa), (dg, qg) = torch.linalg.eigh(pair.inputs), torch.linalg.eigh(pair.outputs)
+    scale = torch.outer(dg.clamp(min=0), da.clamp(min=0)) + damping
+    solved: Tensor = qg @ ((qg.t() @ v @ qa) / scale) @ qa.t()
+    return solved
+
+
+def _factored(pair: Pair, v: Tensor, damping: float) -> Tensor:
+    """(A + π√λ)⁻¹ and (G + √λ/π)⁻¹ with π² = (tr A / dim A) / (tr G / dim G)."""
+    a, g = pair
+    pi = ((a.trace() / len(a)) / (g.trace() / len(g)).clamp(min=1e-30)).clamp(min=1e-30).sqrt()
+    root = damping**0.5
+    left = torch.linalg.cholesky(g + root / pi * torch.eye(len(g), dtype=g.dtype, device=g.device))
+    right = torch.linalg.cholesky(a + root * pi * torch.eye(len(a), dtype=a.dtype, device=a.device))
+    solved: Tensor = torch.cholesky_solve(torch.cholesky_solve(v, left).t(), right).t()
+    return solved
+
+
+def _conjugate_gradients(pairs: list[Pair], v: Tensor, damping: float, steps: int = 1000) -> Tensor:
+    """(Σ G_k ⊗ A_k + damping) x = v, to the precision of the dtype."""
+
+    def times(x: Tensor) -> Tensor:
+        return damping * x + torch.stack([g @ x @ a for a, g in pairs]).sum(0)
+
+    x, r = torch.zeros_like(v), v.clone()
+    p, rr = r.clone(), r.square().sum()
+    enough = rr * torch.finfo(v.dtype).eps ** 2
+    for _ in range(steps):
+        if rr <= enough:
+            break
+        fp = times(p)
+        alpha = rr / (p * fp).sum()
+        x, r = x + alpha * p, r - alpha * fp
+        rr, before = r.square().sum(), rr
+        p = r + rr / before * p
+    return x

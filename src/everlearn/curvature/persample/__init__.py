@@ -1,0 +1,1 @@
+"""Statistics of per-example gradients of any module."""

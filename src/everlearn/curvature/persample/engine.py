@@ -1,0 +1,344 @@
+"""Per-example gradients of any module, streamed into a statistic: exact, and nearly as fast as training.
+
+The batch runs as always, with the parameters frozen, so that no ordinary gradient of a weight is ever formed. A tap sees
+every operation that uses a parameter; a hook on its output receives the output's gradient and hands it, with the input,
+to the statistic. A *probe* on two examples, together and each alone, finds where the examples are in every operation's
+input, and compares what the taps give with ordinary gradients of the two examples. Whatever the probe does not confirm,
+parameter by parameter, goes the general way: ``vmap(grad)``, or an example at a time where that is refused.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.utils._pytree import tree_leaves, tree_map
+
+from everlearn.curvature.persample.operations import Broadcast, Expansion, Layout, Operation
+from everlearn.curvature.persample.statistics import Elementwise, Statistic, Use
+from everlearn.curvature.persample.tap import Tap
+from everlearn.params import Params, named, unwrap
+from everlearn.seeds import seeded
+
+log = logging.getLogger("everlearn")
+Cotangents = Callable[[Tensor], Iterable[Tensor]]
+
+
+class Plan(NamedTuple):
+    """What the probe found: every operation's kind, names and layout, in order, and what must go the general way."""
+
+    operations: list[tuple[type[Operation], dict[str, str], Layout]]
+    uses: Counter[str]
+    general: set[str]
+
+
+class PerExample:
+    """Streams the per-example gradients of a model into a statistic.
+
+    Args:
+        model: any module; its trainable parameters are tracked.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = unwrap(model)
+        self.parameters = named(model)
+        self.plan: Plan | None = None
+        if not self.parameters:
+            raise ValueError(f"{type(self.model).__name__} has no trainable parameters to take gradients of.")
+
+    def update(self, x: Any, cotangents: Cotangents, statistic: Statistic) -> None:
+        """Take in a chunk of examples.
+
+        Args:
+            x: their inputs.
+            cotangents: from the outputs, the vectors s for each of which the gradients of Σ s·output are taken.
+            statistic: what receives them.
+        """
+        with untouched(self.model):
+            plan = self._plan(x)
+            try:
+                tapped = None if plan.general >= set(self.parameters) else self._tapped(x, statistic, plan)
+            except _Changed:
+                plan, tapped = plan._replace(general=set(self.parameters)), None
+            with torch.no_grad():
+                out = _checked(tapped.outputs[-1] if tapped else self.model(x), x)
+            columns = iter(cotangents(out.detach()))
+            column = next(columns, None)
+            while column is not None:
+                following = next(columns, None)
+                if tapped:
+                    tapped.backward([column], last=following is None)
+                if plan.general:
+                    self._general(x, column, statistic, plan.general)
+                statistic.end_backward()
+                column = following
+            statistic.end_chunk()
+
+    def update_locally(self, x: Any, statistic: Statistic) -> set[str]:
+        """Take in a chunk of examples, each layer for itself: the gradients of the squared length of what a linear or
+        convolutional layer hands to the next, its own input held fixed. Returns the parameters it could not see.
+        """
+        with untouched(self.model):
+            plan = self._plan(x)
+            tapped = self._tapped(x, statistic, plan, cut=True)
+            tapped.backward([2 * out.detach() for out in tapped.outputs], last=True)
+            statistic.end_backward()
+            statistic.end_chunk()
+            return plan.general
+
+    def _plan(self, x: Any) -> Plan:
+        if self.plan is None and _length(x) == 1:
+            return self._probe_one(x)
+        if self.plan is None:
+            self.plan = self._probe(_rows(x, [0, _length(x) // 2]))
+        return self.plan
+
+    def _probe(self, pair: Any) -> Plan:
+        """Find the examples in every operation on two of them, and confirm the result with ordinary gradients."""
+        together, first, second = (self._record(_rows(pair, rows)) for rows in ([0, 1], [0], [1]))
+        _refuse_mixing(together.out, first.out, second.out)
+        kinds = [[(type(o), o.names) for o in record.operations] for record in (together, first, second)]
+        if kinds[0] != kinds[1] or kinds[0] != kinds[2]:
+            return Plan([], Counter(), set(self.parameters))
+        general = together.unknown | first.unknown | second.unknown
+        operations = []
+        for joint, *alone in zip(together.operations, first.operations, second.operations, strict=True):
+            layout = _find_layout(joint, alone)
+            if layout is None:
+                general |= set(joint.names.values())
+            operations.append((type(joint), joint.names, layout or Layout(0)))
+        uses = Counter(name for operation in together.operations for name in operation.names.values())
+        plan = Plan(operations, uses, general)
+        return plan._replace(general=general | self._unconfirmed(pair, together.out, plan))
+
+    def _probe_one(self, x: Any) -> Plan:
+        """A single example is everywhere in its tensors; a plan for it says nothing about more."""
+        record = self._record(x)
+        operations = [(type(o), o.names, Layout(0)) for o in record.operations]
+        uses = Counter(name for operation in record.operations for name in operation.names.values())
+        plan = Plan(operations, uses, set(record.unknown))
+        return plan._replace(general=plan.general | self._unconfirmed(x, record.out, plan))
+
+    def _record(self, x: Any) -> _Record:
+        met: list[tuple[Operation, int]] = []
+
+        def meet(operation: Operation, call: Any, args: Any, kwargs: Any) -> Any:
+            y = call(*args, **kwargs)
+            if isinstance(operation, Expansion):
+                operation.x = y
+            met.append((operation, operation.x._version))
+            return y
+
+        with torch.enable_grad(), Tap(self.parameters, meet) as tap:  # nothing needs a gradient, so no graph is made
+            out = _checked(self.model(x), x)
+        changed = {n for o, version in met if o.x._version != version for n in o.names.values()}
+        return _Record([operation for operation, _ in met], out, tap.unknown | changed)
+
+    def _unconfirmed(self, some: Any, out: Tensor, plan: Plan) -> set[str]:
+        """Parameters whose squared gradients, summed over these examples, are not what ordinary gradients give."""
+        s = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(0)).to(out.device)
+        squares = Elementwise(self.parameters)
+        try:
+            self._tapped(some, squares, plan).backward([s], last=True)
+        except _Changed:
+            return set(self.parameters)
+        squares.end_chunk()
+        truth = Elementwise(self.parameters)
+        for i in range(len(out)):
+            self._one_by_one(_rows(some, [i]), s[i : i + 1], truth, set(self.parameters))
+        return {
+            name
+            for name, right in truth.sums.items()
+            if not torch.allclose(squares.sums[name], right, rtol=1e-2, atol=1e-3 * float(right.abs().max()) + 1e-30)
+        }
+
+    def _tapped(self, x: Any, statistic: Statistic, plan: Plan, cut: bool = False) -> _Tapped:
+        """A forward pass whose backward passes feed the statistic; ``cut`` takes every layer's input as given."""
+        examples, expected, between = _length(x), iter(plan.operations), list[Tensor]()
+        root = torch.zeros((), requires_grad=True)  # what backward passes run towards, through no parameter
+        tapped = _Tapped(root, [], statistic, plan, defaultdict(list))
+
+        def meet(operation: Operation, call: Any, args: Any, kwargs: Any) -> Any:
+            kind, names, operation.layout = next(expected, (None, {}, Layout(0)))
+            if kind is not type(operation) or names != operation.names:
+                raise _Changed
+            if plan.general.issuperset(names.values()):
+                return call(*args, **kwargs)
+            if isinstance(operation, Broadcast):
+                copies = operation.copies(args[operation.place], examples)
+                args = (
+                    *args[: operation.place],
+                    tapped.listen(copies, operation, examples),
+                    *args[operation.place + 1 :],
+                )
+                return call(*args, **kwargs)
+            if cut and operation.factorable:
+                if operation.x.requires_grad:
+                    between.append(operation.x)
+                args = tuple(a.detach() if a is operation.x else a for a in args)
+            operation.x = operation.x.detach()
+            y = call(*args, **kwargs)
+            return tapped.listen(y.clone() if isinstance(operation, Expansion) else y, operation, examples)
+
+        with torch.enable_grad(), Tap(self.parameters, meet):
+            out = self.model(x)
+        tapped.outputs[:] = [*between, out]
+        return tapped
+
+    def _general(self, x: Any, column: Tensor, statistic: Statistic, names: set[str]) -> None:
+        """``vmap(grad)`` over a bounded number of examples at a time, for these parameters only."""
+        some = {n: p.detach() for n, p in self.parameters.items() if n in names}
+
+        def one(parameters: Params, xi: Any, s: Tensor) -> Tensor:
+            out: Tensor = functional_call(self.model, parameters, (tree_map(lambda v: v[None], xi),))
+            return (out[0] * s).sum()
+
+        size = max(1, 2**24 // max(1, sum(p.numel() for p in some.values())))
+        for i in range(0, len(column), size):
+            part, s = _rows(x, slice(i, i + size)), column[i : i + size]
+            try:
+                gradients = vmap(grad(one), (None, 0, 0))(some, part, s)
+            except (RuntimeError, ValueError, TypeError, NotImplementedError) as refusal:
+                log.info("vmap refuses %s (%s): an example at a time for it", ", ".join(some), str(refusal)[:100])
+                for k in range(len(s)):
+                    self._one_by_one(_rows(part, [k]), s[k : k + 1], statistic, names)
+            else:
+                for name, g in gradients.items():
+                    statistic.add(name, g)
+
+    def _one_by_one(self, x: Any, s: Tensor, statistic: Statistic, names: set[str]) -> None:
+        """The ordinary gradient of a single example."""
+        some = {n: p.detach().requires_grad_() for n, p in self.parameters.items() if n in names}
+        with torch.enable_grad():
+            out = functional_call(self.model, some, (x,))
+        for name, g in zip(some, torch.autograd.grad(out, list(some.values()), s, allow_unused=True), strict=True):
+            statistic.add(name, torch.zeros_like(some[name])[None] if g is None else g[None])
+
+
+class _Changed(Exception):
+    """The model did not do what it did in the probe: its control flow depends on the data."""
+
+
+class _Record(NamedTuple):
+    operations: list[Operation]
+    out: Tensor
+    unknown: set[str]
+
+
+class _Tapped(NamedTuple):
+    """A forward pass with its taps."""
+
+    root: Tensor
+    outputs: list[Tensor]
+    statistic: Statistic
+    plan: Plan
+    waiting: defaultdict[str, list[Use]]
+
+    def listen(self, y: Tensor, operation: Operation, examples: int) -> Tensor:
+        """Have the gradient of y handed to the statistic in every backward pass."""
+        y = y if y.requires_grad else _Enter.apply(y, self.root)  # type: ignore[no-untyped-call]
+        y.register_hook(lambda d: self._arrive(operation, d, examples))
+        return y
+
+    def _arrive(self, operation: Operation, d: Tensor, examples: int) -> None:
+        pieces = operation.pieces(d.detach(), examples)
+        for role, name in operation.names.items():
+            if name not in self.plan.general:
+                self.waiting[name].append(Use(operation, role, pieces))
+                if len(self.waiting[name]) == self.plan.uses[name]:
+                    self.statistic.arrive(name, self.waiting.pop(name))
+
+    def backward(self, columns: list[Tensor], last: bool) -> None:
+        """One backward pass from the outputs."""
+        torch.autograd.grad(self.outputs, self.root, columns, retain_graph=not last, allow_unused=True)
+        while self.waiting:  # parameters one of whose uses the outputs do not depend on
+            self.statistic.arrive(*self.waiting.popitem())
+
+
+class _Enter(torch.autograd.Function):
+    """Let a graph begin at y although nothing before it is differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, root: Tensor) -> Tensor:
+        ctx.mark_dirty(y)  # the same tensor, which a following in-place operation may change as before
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode and frozen parameters inside; outside, modes, flags, gradients and random numbers as before."""
+    modes = {m: m.training for m in model.modules()}
+    learning = [p for p in model.parameters() if p.requires_grad]
+    fast = torch.backends.mha.get_fastpath_enabled()
+    try:
+        model.eval()
+        for p in learning:
+            p.requires_grad_(False)
+        torch.backends.mha.set_fastpath_enabled(False)  # one fused call that no tap can see into
+        with seeded(0):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+        for p in learning:
+            p.requires_grad_(True)
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _find_layout(joint: Operation, alone: list[Operation]) -> Layout | None:
+    """Where two examples that are known apart are found again in their common tensor; None if that is not clear."""
+    x, parts = joint.x, [operation.x for operation in alone]
+    if parts[0].shape != parts[1].shape or x.dim() != parts[0].dim():
+        return None
+    axes = [axis for axis in range(x.dim()) if x.shape[axis] != parts[0].shape[axis]]
+    if len(axes) != 1 or x.shape[axes[0]] != 2 * parts[0].shape[axes[0]]:
+        return None
+    rows = parts[0].shape[axes[0]]
+    found = []
+    for layout in (Layout(axes[0], True), Layout(axes[0], False))[: 1 if rows == 1 else 2]:
+        apart = torch.stack([layout.first(part, 1)[0] for part in parts])
+        if _close(layout.first(x, 2), apart):
+            found.append(layout)
+    good = len(found) == 1 and joint.fits(found[0]) and (rows == 1 or not isinstance(joint, (Broadcast, Expansion)))
+    return found[0] if good else None
+
+
+def _refuse_mixing(together: Tensor, first: Tensor, second: Tensor) -> None:
+    if not (_close(together[:1], first) and _close(together[1:], second)):
+        raise ValueError(
+            "The output for an example depends on the other examples in its batch, so no example has a gradient of its "
+            "own: take out what mixes them (a norm over the batch, for example) or fix it in evaluation mode."
+        )
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape:
+        return False
+    if not a.is_floating_point():
+        return torch.equal(a, b)
+    return bool((a - b).abs().max() <= 1e-3 * b.abs().max() + 1e-30) if a.numel() else True
+
+
+def _checked(out: Any, x: Any) -> Tensor:
+    if not isinstance(out, Tensor) or not out.dim() or len(out) != _length(x):
+        kind = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
+        raise TypeError(f"The model must give a tensor with a row per example ({_length(x)}), it gave {kind}.")
+    return out
+
+
+def _length(x: Any) -> int:
+    return len(tree_leaves(x)[0])
+
+
+def _rows(x: Any, index: Any) -> Any:
+    return tree_map(lambda v: v[index], x)

@@ -1,0 +1,321 @@
+"""Operations that use parameters: what each example contributed to a parameter's gradient.
+
+An operation y = op(x; weight, bias) knows, from its input x and the gradient d = ∂L/∂y that arrives at its output, the
+gradient of every example apart. Both come as *pieces* with the examples on the first axis; ``gradient`` turns a slice
+of the pieces into the gradients of those examples. Two kinds of gradient are cheaper than that in full: an *outer*
+product per example (a linear layer), and a few *rows* per example (an embedding).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Pieces = tuple[Tensor, ...]
+
+
+class Layout(NamedTuple):
+    """Where the examples are in a tensor: on which axis and, where that axis holds several rows per example, in which
+    order, all rows of an example together (``major``) or all first rows before all second ones.
+    """
+
+    axis: int
+    major: bool = True
+
+    def first(self, tensor: Tensor, examples: int) -> Tensor:
+        """The tensor with examples on the first axis and, if there are several, their rows on the second."""
+        tensor = tensor.movedim(self.axis, 0)
+        if len(tensor) == examples:
+            return tensor
+        if self.major:
+            return tensor.reshape(examples, -1, *tensor.shape[1:])
+        return tensor.reshape(-1, examples, *tensor.shape[1:]).transpose(0, 1)
+
+
+@dataclass(eq=False)
+class Operation:
+    """One use of one or two parameters.
+
+    Args:
+        names: the parameters by role, "weight" and "bias".
+        x: the input.
+        layout: where the examples are in input and output; the probe finds it.
+    """
+
+    names: dict[str, str]
+    x: Tensor
+    layout: Layout = field(default=Layout(0), kw_only=True)
+
+    block: ClassVar[int | None] = None  # examples whose gradients are formed at once; None: as many as fit the cache
+
+    def fits(self, layout: Layout) -> bool:
+        """Whether the examples are where this operation can take them apart."""
+        return layout.axis == 0
+
+    def pieces(self, d: Tensor, examples: int) -> Pieces:
+        """Input and output gradient with the examples on the first axis."""
+        return self.layout.first(self.x, examples), self.layout.first(d, examples)
+
+    def gradient(self, role: str, pieces: Pieces) -> Tensor:
+        """The gradients [examples, *shape of the parameter] of the examples in these pieces."""
+        raise NotImplementedError
+
+    def outer(self, role: str, pieces: Pieces) -> tuple[Tensor, Tensor, bool] | None:
+        """(d, x, transposed) where each example's gradient is d xᵀ (or its transpose); None where it is not."""
+        return None
+
+    def sparse(self, role: str, pieces: Pieces) -> tuple[Tensor, Tensor] | None:
+        """(places, values) where an example's gradient is zero but for a few rows, one entry per example and row."""
+        return None
+
+    # What Kronecker factors are made of; only for operations that are factorable.
+
+    @property
+    def factorable(self) -> bool:
+        """Whether the weight's gradient is a sum of products d aᵀ over positions."""
+        return False
+
+    @property
+    def features(self) -> int:
+        """Length of a."""
+        raise NotImplementedError
+
+    def positions(self, pieces: Pieces) -> int:
+        """Products per example."""
+        raise NotImplementedError
+
+    def input_rows(self, pieces: Pieces) -> Iterator[Tensor]:
+        """All a, a block of rows at a time."""
+        raise NotImplementedError
+
+    def output_rows(self, pieces: Pieces) -> Tensor:
+        """All d, a row each."""
+        raise NotImplementedError
+
+
+@dataclass(eq=False)
+class Linear(Operation):
+    """y = x Wᵀ + b, or y = x W where the weight comes transposed, over any number of positions per example."""
+
+    transposed: bool = False
+
+    def fits(self, layout: Layout) -> bool:
+        """Anywhere but on the features."""
+        return layout.axis < self.x.dim() - 1
+
+    def pieces(self, d: Tensor, examples: int) -> Pieces:
+        """[examples, positions, features] each."""
+        x = self.layout.first(self.x, examples).reshape(examples, -1, self.x.shape[-1])
+        return x, self.layout.first(d, examples).reshape(examples, -1, d.shape[-1])
+
+    def gradient(self, role: str, pieces: Pieces) -> Tensor:
+        """Σ over positions of d xᵀ."""
+        x, d = pieces
+        if role == "bias":
+            return d.sum(1)
+        return torch.bmm(x.mT, d) if self.transposed else torch.bmm(d.mT, x)
+
+    def outer(self, role: str, pieces: Pieces) -> tuple[Tensor, Tensor, bool] | None:
+        """With a single position."""
+        x, d = pieces
+        return (d[:, 0], x[:, 0], self.transposed) if role == "weight" and x.shape[1] == 1 else None
+
+    @property
+    def factorable(self) -> bool:
+        """Unless transposed, where inputs and outputs would change places."""
+        return "weight" in self.names and not self.transposed
+
+    @property
+    def features(self) -> int:
+        """The input's."""
+        return self.x.shape[-1]
+
+    def positions(self, pieces: Pieces) -> int:
+        """Those of the input."""
+        return pieces[0].shape[1]
+
+    def input_rows(self, pieces: Pieces) -> Iterator[Tensor]:
+        """The inputs."""
+        yield pieces[0].flatten(0, 1)
+
+    def output_rows(self, pieces: Pieces) -> Tensor:
+        """The output gradients."""
+        return pieces[1].flatten(0, 1)
+
+
+@dataclass(eq=False)
+class Convolution(Operation):
+    """A convolution in one, two or three dimensions, or its transpose."""
+
+    weight: Tensor
+    stride: list[int]
+    padding: list[int]
+    dilation: list[int]
+    groups: int
+    transposed: bool
+    output_padding: list[int]
+
+    block: ClassVar[int | None] = 1  # the backward pass of a convolution is as fast for one example as for many
+
+    def gradient(self, role: str, pieces: Pieces) -> Tensor:
+        """By torch's own backward pass, example by example."""
+        x, d = pieces
+        space = self.weight.dim() - 2
+        if role == "bias":  # the channels stand before the places
+            return d.movedim(-1 - space, 1).flatten(2).sum(2) if d.dim() > 2 else d
+        each = [self._backward(one, grad) for one, grad in zip(x, d, strict=True)]
+        return torch.stack(each) if len(each) > 1 else each[0][None]
+
+    def _backward(self, x: Tensor, d: Tensor) -> Tensor:
+        if x.dim() == self.weight.dim() - 1:
+            x, d = x[None], d[None]
+        grad: Tensor = torch.ops.aten.convolution_backward(
+            d, x, self.weight, None, self.stride, self.padding, self.dilation, self.transposed, self.output_padding,
+            self.groups, [False, True, False],
+        )[1]  # fmt: skip
+        return grad
+
+    @property
+    def factorable(self) -> bool:
+        """In two dimensions, without groups."""
+        return "weight" in self.names and self.weight.dim() == 4 and self.groups == 1 and not self.transposed
+
+    @property
+    def features(self) -> int:
+        """What one output place sees."""
+        return self.weight[0].numel()
+
+    def positions(self, pieces: Pieces) -> int:
+        """Output places."""
+        return pieces[1].shape[-2:].numel() * (pieces[1].shape[1] if pieces[1].dim() == 5 else 1)
+
+    def input_rows(self, pieces: Pieces) -> Iterator[Tensor]:
+        """The patches, of as many examples at a time as fit the cache."""
+        places = pieces[1].shape[-2:].numel()
+        size = cache_block((self.features, places), self.x.element_size(), cache=2**20)
+        for x in self.x.split(size):
+            patches = F.unfold(x, *map(tuple, (self.weight.shape[2:], self.dilation, self.padding, self.stride)))
+            yield patches.mT.reshape(-1, self.features)
+
+    def output_rows(self, pieces: Pieces) -> Tensor:
+        """The output gradients, channels last."""
+        return pieces[1].movedim(-3, -1).flatten(0, -2)
+
+
+@dataclass(eq=False)
+class Norm(Operation):
+    """A normalisation followed by weight and bias, over the last axes (layer norm) or per channel (the others)."""
+
+    normalise: Callable[[Tensor], Tensor]
+    shape: tuple[int, ...]
+    per_channel: bool
+
+    @cached_property
+    def normalised(self) -> Tensor:
+        """The input after the normalisation, before weight and bias."""
+        return self.normalise(self.x)
+
+    def fits(self, layout: Layout) -> bool:
+        """Not on the axes the parameters stand for."""
+        return layout.axis == 0 if self.per_channel else layout.axis < self.x.dim() - len(self.shape)
+
+    def pieces(self, d: Tensor, examples: int) -> Pieces:
+        """The normalised input in place of the input."""
+        return self.layout.first(self.normalised, examples), self.layout.first(d, examples)
+
+    def gradient(self, role: str, pieces: Pieces) -> Tensor:
+        """Σ of d · x̂ (weight) or d (bias) over all places a parameter acts on."""
+        x, d = pieces
+        product = d * x if role == "weight" else d
+        if not self.per_channel:
+            return product.reshape(len(d), -1, *self.shape).sum(1)
+        several = d.dim() - self.x.dim()  # rows per example come between the examples and the channels
+        others = [axis for axis in range(1, d.dim()) if axis != 1 + several]
+        return product.sum(others) if others else product
+
+
+@dataclass(eq=False)
+class Embedding(Operation):
+    """Rows of a table, by number."""
+
+    entries: int
+    padding: int | None
+
+    def pieces(self, d: Tensor, examples: int) -> Pieces:
+        """Numbers [examples, positions] and gradients [examples, positions, features]; padding has none."""
+        numbers = self.layout.first(self.x, examples).reshape(examples, -1)
+        d = self.layout.first(d, examples).reshape(*numbers.shape, d.shape[-1])
+        return numbers, d if self.padding is None else d * (numbers != self.padding)[..., None]
+
+    def gradient(self, role: str, pieces: Pieces) -> Tensor:
+        """The whole table per example, mostly zeros."""
+        numbers, d = pieces
+        table = d.new_zeros(len(d), self.entries, d.shape[-1])
+        return table.scatter_add_(1, numbers[..., None].expand_as(d), d)
+
+    def sparse(self, role: str, pieces: Pieces) -> tuple[Tensor, Tensor] | None:
+        """The rows each example met, each once."""
+        numbers, d = pieces
+        example = torch.arange(len(d), device=d.device)[:, None]
+        met, back = torch.unique(numbers + self.entries * example, return_inverse=True)
+        return met % self.entries, d.new_zeros(len(met), d.shape[-1]).index_add_(0, back.flatten(), d.flatten(0, 1))
+
+
+@dataclass(eq=False)
+class Broadcast(Operation):
+    """Elementwise arithmetic that repeats a parameter for every example; ``copies`` gives each one of its own."""
+
+    shape: tuple[int, ...]
+    place: int  # which argument the parameter is
+
+    def copies(self, parameter: Tensor, examples: int) -> Tensor:
+        """The parameter once per example, shaped so that the arithmetic stays the same."""
+        full = (1,) * (self.x.dim() - len(self.shape)) + self.shape
+        return parameter.detach().reshape(full).expand(examples, *full[1:]).clone()
+
+    def pieces(self, d: Tensor, examples: int) -> Pieces:
+        """The gradient of the copies is what is wanted."""
+        return (d,)
+
+    def gradient(self, role: str, pieces: Pieces) -> Tensor:
+        """As it arrives."""
+        return pieces[0].reshape(-1, *self.shape)
+
+
+@dataclass(eq=False)
+class Expansion(Operation):
+    """``parameter.expand(examples, …)``: the output holds a copy for every example."""
+
+    shape: tuple[int, ...]
+
+    def pieces(self, d: Tensor, examples: int) -> Pieces:
+        """The output's gradient, summed where the parameter was repeated within an example."""
+        own = self.shape if d.dim() > len(self.shape) else self.shape[1:]
+        return (d.sum_to_size(examples, *own),)
+
+    def gradient(self, role: str, pieces: Pieces) -> Tensor:
+        """As it arrives."""
+        return pieces[0].reshape(-1, *self.shape)
+
+
+def spread(value: Any, dimensions: int) -> list[int]:
+    """A size given once for all dimensions, or for each."""
+    return [value] * dimensions if isinstance(value, int) else list(value)
+
+
+def same_padding(dilation: Sequence[int], kernel: Sequence[int]) -> list[int] | None:
+    """What ``padding="same"`` means, None where it is not the same on both sides."""
+    total = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+    return None if any(t % 2 for t in total) else [t // 2 for t in total]
+
+
+def cache_block(shape: Sequence[int], bytes_each: int, cache: int = 512 * 1024) -> int:
+    """How many per-example gradients of this shape fit a processor's cache."""
+    return max(1, cache // max(1, math.prod(shape) * bytes_each))

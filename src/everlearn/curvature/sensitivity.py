@@ -1,0 +1,83 @@
+"""How strongly the output reacts to each parameter: the importance of memory aware synapses."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from everlearn.curvature.diagonal import Diagonal
+from everlearn.curvature.persample.engine import PerExample
+from everlearn.curvature.persample.statistics import Elementwise
+from everlearn.stream import Batch, as_task
+
+Norm = Literal["squared", "vector", "local"]
+
+
+def sensitivity(model: nn.Module, data: Any, norm: Norm = "squared", chunk: int = 256) -> Diagonal:
+    """Mean over examples of the absolute gradient of the output's size; no labels are needed (Aljundi et al., 2018).
+
+        squared:  Ωᵢ = mean of |∂ ‖f(x)‖² / ∂θᵢ|
+        vector:   Ωᵢ = mean of Σ over outputs c of |∂ f_c(x) / ∂θᵢ|, a backward pass per output
+        local:    as squared, for each layer apart: its input given, its output as the next layer receives it (Hebb's rule)
+
+    Absolute values are taken per example, so the result does not depend on the batch size. Only outputs that the task
+    allows count. The authors' code sums the vector form over outputs as here, where the paper writes a norm.
+
+    Args:
+        model: any module; left exactly as it was.
+        data: inputs, or anything a task can be made of; labels are ignored.
+        norm: which form.
+        chunk: examples per pass; memory grows with it.
+
+    >>> model = nn.Linear(2, 1, bias=False)
+    >>> x = torch.tensor([[1.0, -2.0]])
+    >>> torch.allclose(sensitivity(model, x).values["weight"], 2 * (model(x) * x).abs())
+    True
+    """
+    if norm not in ("squared", "vector", "local"):
+        raise ValueError(f"norm: got {norm!r}, allowed: 'squared', 'vector', 'local'.")
+    engine, task, examples = PerExample(model), as_task(data), 0
+    magnitudes = Elementwise(engine.parameters, squared=False)
+    unseen: set[str] = set()
+    device = next(iter(engine.parameters.values())).device
+    for batch in task.examples(chunk):
+        batch = batch if device.type == "cpu" else batch.to(device)
+        if norm == "local":
+            unseen = engine.update_locally(batch.x, magnitudes)
+        else:
+            engine.update(batch.x, partial(_squared if norm == "squared" else _vector, batch), magnitudes)
+        examples += len(batch)
+    if not examples:
+        raise ValueError(f"{task} has no examples to take the sensitivity on.")
+    if unseen:
+        warnings.warn(
+            f"No layer of its own for {', '.join(sorted(unseen))}: their local importance is 0.", stacklevel=2
+        )
+    return Diagonal(magnitudes.sums) * (1 / examples)
+
+
+def _squared(batch: Batch, out: Tensor) -> Iterator[Tensor]:
+    yield 2 * out * _allowed(out, batch)
+
+
+def _vector(batch: Batch, out: Tensor) -> Iterator[Tensor]:
+    ok = _allowed(out, batch).expand_as(out)
+    for c in range(out[0].numel()):
+        s = torch.zeros_like(out).flatten(1)
+        s[:, c] = ok.flatten(1)[:, c]
+        if s.any():
+            yield s.view_as(out)
+
+
+def _allowed(out: Tensor, batch: Batch) -> Tensor:
+    rows = batch.allowed_rows
+    if rows is None:
+        return out.new_ones(())
+    wide = out.new_zeros(len(out), out.shape[-1])
+    wide[:, : rows.shape[1]] = rows.to(out.dtype)
+    return wide.reshape(len(out), *[1] * (out.dim() - 2), -1)

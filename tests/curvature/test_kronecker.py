@@ -1,0 +1,194 @@
+import pytest
+import torch
+from torch import nn
+
+from everlearn import Gaussian, nets
+from everlearn.curvature import Kronecker, fisher
+from everlearn.curvature.kronecker import Pair
+from tests.models import cnn_with_statistics, make
+from tests.reference import full_fisher, softmax_scores
+
+
+@pytest.fixture(autouse=True)
+def _double():
+    torch.set_default_dtype(torch.double)
+    yield
+    torch.set_default_dtype(torch.float)
+
+
+def with_bias(weight, bias):
+    return torch.cat([weight, bias[:, None]], 1)
+
+
+def random_form(outputs=3, inputs=4, terms=1):
+    def psd(n):
+        r = torch.randn(n, 2 * n)
+        return r @ r.t() / n
+
+    pairs = [Pair(psd(inputs + 1), psd(outputs)) for _ in range(terms)]
+    return Kronecker({"w": pairs}, {"w": "b"})
+
+
+def dense(form):
+    return sum(torch.kron(g, a) for a, g in form.layers["w"])
+
+
+def vector(delta):
+    return with_bias(delta["w"], delta["b"]).flatten()
+
+
+DELTA = {"w": torch.randn(3, 4, dtype=torch.double), "b": torch.randn(3, dtype=torch.double)}
+
+
+@pytest.mark.parametrize("terms", [1, 3])
+def test_the_form_is_the_kronecker_product(terms):
+    form = random_form(terms=terms)
+    f, v = dense(form), vector(DELTA)
+    torch.testing.assert_close(form.quad(DELTA), v @ f @ v)
+    assert form.trace() == pytest.approx(float(f.trace()))
+    torch.testing.assert_close(vector(form.diagonal()), f.diagonal())
+    torch.testing.assert_close(vector(form.solve(DELTA, 0.3)), torch.linalg.solve(f + 0.3 * torch.eye(15), v))
+
+
+def test_row_major_is_g_times_a_and_column_major_a_times_g():
+    form = random_form()
+    (a, g) = form.layers["w"][0]
+    d = with_bias(DELTA["w"], DELTA["b"])
+    torch.testing.assert_close(d.t().flatten() @ torch.kron(a, g) @ d.t().flatten(), form.quad(DELTA))
+
+
+def test_factored_damping_is_another_matrix():
+    form = random_form()
+    a, g = form.layers["w"][0]
+    pi = ((a.trace() / 5) / (g.trace() / 3)).sqrt()
+    damped = torch.kron(g + 0.3**0.5 / pi * torch.eye(3), a + 0.3**0.5 * pi * torch.eye(5))
+    torch.testing.assert_close(vector(form.solve(DELTA, 0.3, "factored")), torch.linalg.solve(damped, vector(DELTA)))
+
+
+def test_the_gradient_of_the_form():
+    form = random_form()
+    delta = {n: v.clone().requires_grad_() for n, v in DELTA.items()}
+    (0.5 * form.quad(delta)).backward()
+    a, g = form.layers["w"][0]
+    d = with_bias(DELTA["w"], DELTA["b"])
+    torch.testing.assert_close(with_bias(delta["w"].grad, delta["b"].grad), g @ d @ a)
+
+
+def test_sums_keep_lists_so_identical_tasks_count_as_often_as_they_are():
+    form = random_form()
+    total = form + form + form
+    assert len(total.layers["w"]) == 3
+    torch.testing.assert_close(total.quad(DELTA), 3 * form.quad(DELTA))
+    torch.testing.assert_close((0.5 * form).quad(DELTA), 0.5 * form.quad(DELTA))
+
+
+def test_state_round_trip():
+    form, other = random_form(terms=2), Kronecker()
+    form.rest.values["n"] = torch.ones(2)
+    other.load_state_dict(form.state_dict())
+    torch.testing.assert_close(other.quad({**DELTA, "n": torch.ones(2)}), form.quad({**DELTA, "n": torch.ones(2)}))
+
+
+def test_one_example_is_exact():
+    """For a single example the Kronecker product of a linear layer is its exact Fisher block."""
+    model, x = make("mlp")
+    one = x[:1]
+    right = full_fisher(model.eval(), one, softmax_scores(model(one).detach()))
+    form = fisher(model, one, structure="kronecker")
+    a, g = form.layers["5.weight"][0]
+    last = [*range(4 * 6 + 6 + 6 * 5 + 5, right.shape[0])]
+    block = right[last][:, last]  # weights row by row, then biases
+    places = [[*range(5 * c, 5 * c + 5), 15 + c] for c in range(3)]
+    order = [i for row in places for i in row]
+    torch.testing.assert_close(torch.kron(g, a), block[order][:, order])
+    for n, v in form.diagonal().items():
+        torch.testing.assert_close(
+            v, fisher(model, one).values[n].flatten(1) if v.dim() > 1 else fisher(model, one).values[n]
+        )
+
+
+def test_gaussian_linear_regression_is_exact_for_any_number():
+    model, x = nn.Linear(4, 2), torch.randn(30, 4)
+    form = fisher(model, x, structure="kronecker", likelihood=Gaussian())
+    a, g = form.layers["weight"][0]
+    ones = torch.cat([x, torch.ones(30, 1)], 1)
+    torch.testing.assert_close(a, ones.t() @ ones / 30)
+    torch.testing.assert_close(g, torch.eye(2))
+    assert a.trace().item() == pytest.approx((x.square().sum(1).mean() + 1).item())
+
+
+def test_a_pointwise_convolution_is_a_linear_layer():
+    conv = nn.Sequential(nn.Conv2d(4, 6, 1), nn.ReLU(), nn.Flatten(), nn.Linear(6, 3))
+    linear = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Flatten(), nn.Linear(6, 3))
+    linear[0].weight.data, linear[0].bias.data = conv[0].weight.data.flatten(1), conv[0].bias.data
+    linear[3].load_state_dict(conv[3].state_dict())
+    x = torch.randn(9, 4)
+    one = fisher(conv, x[:, :, None, None], structure="kronecker").layers["0.weight"][0]
+    two = fisher(linear, x, structure="kronecker").layers["0.weight"][0]
+    for a, b in zip(one, two, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_factors_are_symmetric_and_positive():
+    model, x = make("cnn")
+    form = fisher(model.eval(), x, structure="kronecker")
+    assert set(form.rest.values) == {"0.1.weight", "0.1.bias", "1.1.weight", "1.1.bias"}
+    for pairs in form.layers.values():
+        for factor in pairs[0]:
+            torch.testing.assert_close(factor, factor.t())
+            assert torch.linalg.eigvalsh(factor).min() > -1e-12
+
+
+def test_a_rotation_of_the_inputs_changes_the_diagonal_but_not_the_form():
+    model, x = nn.Linear(4, 3, bias=False), torch.randn(20, 4)
+    q = torch.linalg.qr(torch.randn(4, 4)).Q
+    turned = nn.Linear(4, 3, bias=False)
+    turned.weight.data = model.weight.data @ q.t()
+    delta = torch.randn(3, 4)
+    for structure, same in (("kronecker", True), ("diagonal", False)):
+        before = fisher(model, x, structure=structure).quad({"weight": delta})
+        after = fisher(turned, x @ q.t(), structure=structure).quad({"weight": delta @ q.t()})
+        assert torch.allclose(before, after) == same
+
+
+@pytest.mark.parametrize("labels", ["exact", "true"])
+def test_agrees_with_curvlinops(labels):
+    """Kronecker factors and the full matrix against a library we did not write."""
+    curvlinops = pytest.importorskip("curvlinops")
+    torch.manual_seed(0)
+    for model, x in (
+        (nets.mlp(5, 3, hidden=(6,)), torch.randn(12, 5)),
+        (nets.cnn((2, 6, 6), 3, channels=(3, 4), norm=False), torch.randn(12, 2, 6, 6)),
+    ):
+        y = torch.randint(3, (12,))
+        kind = {"exact": curvlinops.FisherType.TYPE2, "true": curvlinops.FisherType.EMPIRICAL}[labels]
+        names, parameters = zip(*model.named_parameters(), strict=True)
+        loss = nn.CrossEntropyLoss(reduction="mean")
+        peer = curvlinops.KFACLinearOperator(
+            model,
+            loss,
+            list(parameters),
+            [(x, y)],
+            fisher_type=kind,
+            separate_weight_and_bias=False,
+            check_deterministic=False,
+        )
+        form = fisher(model, (x, y), labels, structure="kronecker")
+        delta = {n: torch.randn_like(p) for n, p in model.named_parameters()}
+        times = peer @ [delta[n] for n in names]
+        right = sum((times[i] * delta[n]).sum() for i, n in enumerate(names))
+        torch.testing.assert_close(form.quad(delta), right, rtol=1e-8, atol=1e-10)
+
+
+def test_agrees_with_curvlinops_in_full():
+    curvlinops = pytest.importorskip("curvlinops")
+    torch.manual_seed(0)
+    model, x, y = nets.mlp(5, 3, hidden=(6,)), torch.randn(12, 5), torch.randint(3, (12,))
+    parameters = list(model.parameters())
+    ggn = curvlinops.GGNLinearOperator(model, nn.CrossEntropyLoss(), parameters, [(x, y)], check_deterministic=False)
+    right = ggn @ torch.eye(ggn.shape[1])
+    torch.testing.assert_close(fisher(model, x, structure="full").dense(), right, rtol=1e-8, atol=1e-12)
+
+
+def test_statistics_of_norms_do_not_matter_to_the_rest():
+    assert fisher(cnn_with_statistics(), torch.randn(5, 1, 8, 8), structure="kronecker").trace() > 0

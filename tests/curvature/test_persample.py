@@ -1,0 +1,142 @@
+import copy
+import random
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from everlearn.curvature.persample.engine import PerExample
+from everlearn.curvature.persample.statistics import Elementwise, InFull
+from tests.models import MODELS, make
+from tests.reference import gradients, mean_of
+
+warnings.filterwarnings("ignore", "There is a performance drop")  # vmap over attention; a matter of speed
+pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+
+
+def columns_for(model, x, count=3):
+    width = model.eval()(x).shape
+    return list(torch.randn(count, *width, dtype=torch.double, generator=torch.Generator().manual_seed(1)))
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7])
+@pytest.mark.parametrize("squared", [True, False])
+@pytest.mark.parametrize("name", list(MODELS))
+def test_equals_the_loop_over_single_examples(name, squared, chunk):
+    model, x = make(name)
+    columns = columns_for(model, x)
+    right = mean_of(model, x, columns, torch.square if squared else torch.abs)
+    engine = PerExample(model)
+    found = Elementwise(engine.parameters, squared)
+    for i in range(0, len(x), chunk):
+        engine.update(x[i : i + chunk], lambda out, i=i: (c[i : i + chunk] for c in columns), found)
+    for n, value in right.items():
+        torch.testing.assert_close(found.sums[n] / len(x), value, rtol=1e-9, atol=1e-12, msg=lambda m, n=n: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_rows_in_full_equal_the_loop(name):
+    model, x = make(name)
+    (column,) = columns_for(model, x, 1)
+    engine = PerExample(model)
+    found = InFull(engine.parameters)
+    engine.update(x, lambda out: [column], found)
+    right = torch.stack([torch.cat([g.flatten() for g in row.values()]) for row in gradients(model, x, column)])
+    if found.rows is not None:
+        torch.testing.assert_close(found.rows, right, rtol=1e-9, atol=1e-12)
+    else:
+        torch.testing.assert_close(found.matrix, right.t() @ right, rtol=1e-9, atol=1e-12)
+
+
+FAST = {"mlp", "cnn", "resnet", "transformer", "encoder", "encoder, time first", "frames"}
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_the_fast_path_is_taken_where_it_exists(name):
+    model, x = make(name)
+    engine = PerExample(model)
+    engine.update(x, lambda out: [torch.ones_like(out)], Elementwise(engine.parameters))
+    if name in FAST:
+        assert engine.plan.general == set()
+    expected = {
+        "tied": {"places.weight"},
+        "bare": {"matrix"},
+        "folded": {"slope.weight"},
+        "invisible": {"w"},
+        "cross attention": {"attend.in_proj_weight", "attend.in_proj_bias"},
+    }
+    if name in expected:
+        assert engine.plan.general == expected[name]
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_the_model_is_left_exactly_as_it_was(name):
+    model, x = make(name)
+    model.train()
+    list(model.modules())[-1].eval()
+    list(model.parameters())[-1].requires_grad_(False)
+    loss = model(x).sum()
+    loss.backward()
+    before = copy.deepcopy(model.state_dict())
+    flags = [m.training for m in model.modules()], [p.requires_grad for p in model.parameters()]
+    grads = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    states = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
+    engine = PerExample(model)
+    engine.update(x, lambda out: [torch.ones_like(out)], Elementwise(engine.parameters))
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert flags == ([m.training for m in model.modules()], [p.requires_grad for p in model.parameters()])
+    for p, g in zip(model.parameters(), grads, strict=True):
+        assert (p.grad is None and g is None) or torch.equal(p.grad, g)
+    assert torch.equal(states[0], torch.get_rng_state()) and random.getstate() == states[2]
+    assert (np.random.get_state()[1] == states[1]).all()
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_only_trainable_parameters_are_tracked():
+    model, _ = make("mlp")
+    model[1].requires_grad_(False)
+    engine = PerExample(model)
+    assert set(engine.parameters) == {"3.weight", "3.bias", "5.weight", "5.bias"}
+    with pytest.raises(ValueError, match="no trainable parameters"):
+        PerExample(model.requires_grad_(False))
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (nn.BatchNorm1d(4, track_running_stats=False), "mixes the examples of a batch.*track_running_stats=True"),
+        (type("Centre", (nn.Module,), {"forward": lambda self, x: x - x.mean(0)})(), "depends on the other examples"),
+    ],
+)
+def test_layers_that_mix_examples_are_refused(layer, message):
+    model = nn.Sequential(layer, nn.Linear(4, 2))
+    engine = PerExample(model)
+    with pytest.raises(ValueError, match=message):
+        engine.update(torch.randn(5, 4), lambda out: [torch.ones_like(out)], Elementwise(engine.parameters))
+
+
+def test_outputs_that_are_no_tensor_are_refused():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.layer(x), x
+
+    engine = PerExample(Two())
+    with pytest.raises(TypeError, match="a tensor with a row per example"):
+        engine.update(torch.randn(5, 4), lambda out: [out], Elementwise(engine.parameters))
+
+
+def test_wrapped_models_are_opened():
+    model, x = make("mlp")
+    columns = columns_for(model, x)
+    right = mean_of(model, x, columns, torch.square)
+    for wrapped in (torch.compile(model), nn.DataParallel(model)):
+        engine = PerExample(wrapped)
+        found = Elementwise(engine.parameters)
+        engine.update(x, lambda out: columns, found)
+        torch.testing.assert_close(found.sums["1.weight"] / len(x), right["1.weight"])
