@@ -10,7 +10,6 @@ from everlearn.curvature import fisher, from_adam
 from tests.models import MODELS, make
 from tests.reference import full_fisher, mean_of, softmax_scores
 
-pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 N, C, D = 40, 4, 3
 
 

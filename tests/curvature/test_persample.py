@@ -1,19 +1,15 @@
 import copy
 import random
-import warnings
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from everlearn.curvature.persample.engine import PerExample
+from everlearn.curvature.persample.engine import PerExample, untouched
 from everlearn.curvature.persample.statistics import Elementwise, InFull
 from tests.models import MODELS, make
 from tests.reference import gradients, mean_of
-
-warnings.filterwarnings("ignore", "There is a performance drop")  # vmap over attention; a matter of speed
-pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 
 
 def columns_for(model, x, count=3):
@@ -30,8 +26,9 @@ def test_equals_the_loop_over_single_examples(name, squared, chunk):
     right = mean_of(model, x, columns, torch.square if squared else torch.abs)
     engine = PerExample(model)
     found = Elementwise(engine.parameters, squared)
-    for i in range(0, len(x), chunk):
-        engine.update(x[i : i + chunk], lambda out, i=i: (c[i : i + chunk] for c in columns), found)
+    with untouched(model):
+        for i in range(0, len(x), chunk):
+            engine.update(x[i : i + chunk], lambda out, i=i: (c[i : i + chunk] for c in columns), found)
     for n, value in right.items():
         torch.testing.assert_close(found.sums[n] / len(x), value, rtol=1e-9, atol=1e-12, msg=lambda m, n=n: f"{n}: {m}")
 
@@ -42,7 +39,8 @@ def test_rows_in_full_equal_the_loop(name):
     (column,) = columns_for(model, x, 1)
     engine = PerExample(model)
     found = InFull(engine.parameters)
-    engine.update(x, lambda out: [column], found)
+    with untouched(engine.model):
+        engine.update(x, lambda out: [column], found)
     right = torch.stack([torch.cat([g.flatten() for g in row.values()]) for row in gradients(model, x, column)])
     if found.rows is not None:
         torch.testing.assert_close(found.rows, right, rtol=1e-9, atol=1e-12)
@@ -57,7 +55,8 @@ FAST = {"mlp", "cnn", "resnet", "transformer", "encoder", "encoder, time first",
 def test_the_fast_path_is_taken_where_it_exists(name):
     model, x = make(name)
     engine = PerExample(model)
-    engine.update(x, lambda out: [torch.ones_like(out)], Elementwise(engine.parameters))
+    with untouched(engine.model):
+        engine.update(x, lambda out: [torch.ones_like(out)], Elementwise(engine.parameters))
     if name in FAST:
         assert engine.plan.general == set()
     expected = {
@@ -84,7 +83,8 @@ def test_the_model_is_left_exactly_as_it_was(name):
     grads = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
     states = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
     engine = PerExample(model)
-    engine.update(x, lambda out: [torch.ones_like(out)], Elementwise(engine.parameters))
+    with untouched(engine.model):
+        engine.update(x, lambda out: [torch.ones_like(out)], Elementwise(engine.parameters))
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert flags == ([m.training for m in model.modules()], [p.requires_grad for p in model.parameters()])
     for p, g in zip(model.parameters(), grads, strict=True):
@@ -113,7 +113,7 @@ def test_only_trainable_parameters_are_tracked():
 def test_layers_that_mix_examples_are_refused(layer, message):
     model = nn.Sequential(layer, nn.Linear(4, 2))
     engine = PerExample(model)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message), untouched(engine.model):
         engine.update(torch.randn(5, 4), lambda out: [torch.ones_like(out)], Elementwise(engine.parameters))
 
 
@@ -127,7 +127,7 @@ def test_outputs_that_are_no_tensor_are_refused():
             return self.layer(x), x
 
     engine = PerExample(Two())
-    with pytest.raises(TypeError, match="a tensor with a row per example"):
+    with pytest.raises(TypeError, match="a tensor with a row per example"), untouched(engine.model):
         engine.update(torch.randn(5, 4), lambda out: [out], Elementwise(engine.parameters))
 
 
@@ -138,5 +138,6 @@ def test_wrapped_models_are_opened():
     for wrapped in (torch.compile(model), nn.DataParallel(model)):
         engine = PerExample(wrapped)
         found = Elementwise(engine.parameters)
-        engine.update(x, lambda out: columns, found)
+        with untouched(engine.model):
+            engine.update(x, lambda out: columns, found)
         torch.testing.assert_close(found.sums["1.weight"] / len(x), right["1.weight"])

@@ -40,12 +40,10 @@ def kl(p: Distribution, q: Distribution, direction: Direction = "forward", sampl
         raise ValueError(f"direction: got {direction!r}, allowed: 'forward', 'reverse'.")
     first, second = (p, q) if direction == "forward" else (q, p)
     try:
-        closed: Tensor = kl_divergence(first, second)
-        return closed
+        return torch.as_tensor(kl_divergence(first, second))
     except NotImplementedError:
         x = first.sample((samples,))
-        ratio: Tensor = first.log_prob(x) - second.log_prob(x)
-        return ratio.mean(0)
+        return torch.as_tensor(first.log_prob(x) - second.log_prob(x)).mean(0)
 
 
 def gaussian_kl(mean: Tensor, covariance: Tensor, other_mean: Tensor, other_covariance: Tensor) -> Tensor:

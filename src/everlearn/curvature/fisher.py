@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from everlearn.curvature.diagonal import Diagonal
 from everlearn.curvature.full import Full
 from everlearn.curvature.kronecker import Kronecker, Pair
-from everlearn.curvature.persample.engine import PerExample
+from everlearn.curvature.persample.engine import PerExample, untouched
 from everlearn.curvature.persample.statistics import Elementwise, InFull, KroneckerFactors, Statistic
 from everlearn.likelihood import Likelihood
 from everlearn.params import Params, named
@@ -92,12 +92,12 @@ class FisherEstimator:
         statistic = make(engine.parameters)
         random, examples = generator(seed, "fisher"), 0
         device = next(iter(engine.parameters.values())).device
-        for batch in task.examples(self.chunk):
-            if not len(batch):
-                continue
-            batch = batch if device.type == "cpu" else batch.to(device)
-            engine.update(batch.x, partial(self._columns, batch, random), statistic)
-            examples += len(batch)
+        with untouched(engine.model):
+            for batch in task.examples(self.chunk):
+                if len(batch):
+                    here = batch if device.type == "cpu" else batch.to(device)
+                    engine.update(here.x, partial(self._columns, here, random), statistic)
+                    examples += len(batch)
         if not examples:
             raise ValueError(f"{task} has no examples to take the Fisher information on.")
         return finish(statistic, examples, self.samples)

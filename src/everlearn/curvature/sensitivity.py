@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from everlearn.curvature.diagonal import Diagonal
-from everlearn.curvature.persample.engine import PerExample
+from everlearn.curvature.persample.engine import PerExample, untouched
 from everlearn.curvature.persample.statistics import Elementwise
 from everlearn.stream import Batch, as_task
 
@@ -45,13 +45,14 @@ def sensitivity(model: nn.Module, data: Any, norm: Norm = "squared", chunk: int 
     magnitudes = Elementwise(engine.parameters, squared=False)
     unseen: set[str] = set()
     device = next(iter(engine.parameters.values())).device
-    for batch in task.examples(chunk):
-        batch = batch if device.type == "cpu" else batch.to(device)
-        if norm == "local":
-            unseen = engine.update_locally(batch.x, magnitudes)
-        else:
-            engine.update(batch.x, partial(_squared if norm == "squared" else _vector, batch), magnitudes)
-        examples += len(batch)
+    with untouched(engine.model):
+        for batch in task.examples(chunk):
+            here = batch if device.type == "cpu" else batch.to(device)
+            if norm == "local":
+                unseen = engine.update_locally(here.x, magnitudes)
+            else:
+                engine.update(here.x, partial(_squared if norm == "squared" else _vector, here), magnitudes)
+            examples += len(batch)
     if not examples:
         raise ValueError(f"{task} has no examples to take the sensitivity on.")
     if unseen:

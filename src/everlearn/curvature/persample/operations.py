@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -53,8 +53,6 @@ class Operation:
     x: Tensor
     layout: Layout = field(default=Layout(0), kw_only=True)
 
-    block: ClassVar[int | None] = None  # examples whose gradients are formed at once; None: as many as fit the cache
-
     def fits(self, layout: Layout) -> bool:
         """Whether the examples are where this operation can take them apart."""
         return layout.axis == 0
@@ -64,8 +62,12 @@ class Operation:
         return self.layout.first(self.x, examples), self.layout.first(d, examples)
 
     def gradient(self, role: str, pieces: Pieces) -> Tensor:
-        """The gradients [examples, *shape of the parameter] of the examples in these pieces."""
+        """The gradients [examples, *shape of the parameter] of the examples in these pieces, for the caller to overwrite."""
         raise NotImplementedError
+
+    def block(self, shape: Sequence[int], pieces: Pieces) -> int:
+        """For how many examples gradients of this shape are best formed at once: as many as fit the cache."""
+        return cache_block(shape, pieces[-1].element_size())
 
     def outer(self, role: str, pieces: Pieces) -> tuple[Tensor, Tensor, bool] | None:
         """(d, x, transposed) where each example's gradient is d xᵀ (or its transpose); None where it is not."""
@@ -162,16 +164,29 @@ class Convolution(Operation):
     transposed: bool
     output_padding: list[int]
 
-    block: ClassVar[int | None] = 1  # the backward pass of a convolution is as fast for one example as for many
-
     def gradient(self, role: str, pieces: Pieces) -> Tensor:
-        """By torch's own backward pass, example by example."""
+        """Σ over places of d times the patch it saw; by torch's own backward pass, example by example, where that is faster."""
         x, d = pieces
         space = self.weight.dim() - 2
         if role == "bias":  # the channels stand before the places
-            return d.movedim(-1 - space, 1).flatten(2).sum(2) if d.dim() > 2 else d
+            return d.movedim(-1 - space, 1).flatten(2).sum(2)
+        if self._by_patches and x.dim() == 4:
+            return torch.bmm(d.flatten(2), self._patches(x).mT).view(-1, *self.weight.shape)
         each = [self._backward(one, grad) for one, grad in zip(x, d, strict=True)]
         return torch.stack(each) if len(each) > 1 else each[0][None]
+
+    def block(self, shape: Sequence[int], pieces: Pieces) -> int:
+        """One where the backward pass goes example by example anyway."""
+        places = pieces[1].shape[2:].numel()
+        return cache_block((self.features, places), self.x.element_size(), cache=2**20) if self._by_patches else 1
+
+    @property
+    def _by_patches(self) -> bool:
+        """Measured: torch's backward pass of a single example is well tuned for 3×3 kernels over several channels only."""
+        return self.factorable and (tuple(self.weight.shape[2:]) != (3, 3) or self.weight.shape[1] == 1)
+
+    def _patches(self, x: Tensor) -> Tensor:
+        return F.unfold(x, *map(tuple, (self.weight.shape[2:], self.dilation, self.padding, self.stride)))
 
     def _backward(self, x: Tensor, d: Tensor) -> Tensor:
         if x.dim() == self.weight.dim() - 1:
@@ -201,8 +216,7 @@ class Convolution(Operation):
         places = pieces[1].shape[-2:].numel()
         size = cache_block((self.features, places), self.x.element_size(), cache=2**20)
         for x in self.x.split(size):
-            patches = F.unfold(x, *map(tuple, (self.weight.shape[2:], self.dilation, self.padding, self.stride)))
-            yield patches.mT.reshape(-1, self.features)
+            yield self._patches(x).mT.reshape(-1, self.features)
 
     def output_rows(self, pieces: Pieces) -> Tensor:
         """The output gradients, channels last."""
@@ -237,8 +251,7 @@ class Norm(Operation):
         if not self.per_channel:
             return product.reshape(len(d), -1, *self.shape).sum(1)
         several = d.dim() - self.x.dim()  # rows per example come between the examples and the channels
-        others = [axis for axis in range(1, d.dim()) if axis != 1 + several]
-        return product.sum(others) if others else product
+        return product.movedim(1 + several, 1).reshape(*product.shape[:1], *self.shape, -1).sum(-1)
 
 
 @dataclass(eq=False)
@@ -286,7 +299,7 @@ class Broadcast(Operation):
 
     def gradient(self, role: str, pieces: Pieces) -> Tensor:
         """As it arrives."""
-        return pieces[0].reshape(-1, *self.shape)
+        return pieces[0].reshape(-1, *self.shape).clone()
 
 
 @dataclass(eq=False)
@@ -302,7 +315,7 @@ class Expansion(Operation):
 
     def gradient(self, role: str, pieces: Pieces) -> Tensor:
         """As it arrives."""
-        return pieces[0].reshape(-1, *self.shape)
+        return pieces[0].reshape(-1, *self.shape).clone()
 
 
 def spread(value: Any, dimensions: int) -> list[int]:

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from everlearn.curvature.persample.operations import Operation, Pieces, cache_block
+from everlearn.curvature.persample.operations import Operation, Pieces
 from everlearn.params import Params
 
 
@@ -28,7 +28,7 @@ class Statistic(Protocol):
         """All uses of a parameter in one backward pass, of all examples of a chunk."""
 
     def add(self, name: str, gradients: Tensor) -> None:
-        """The gradients [examples, *shape] themselves."""
+        """The gradients [examples, *shape] themselves, which may be overwritten."""
 
     def end_backward(self) -> None:
         """One backward pass of the chunk is over."""
@@ -47,6 +47,7 @@ class Elementwise:
     def __init__(self, parameters: Params, squared: bool = True) -> None:
         self.sums = {name: torch.zeros_like(p) for name, p in parameters.items()}
         self._f = torch.square if squared else torch.abs
+        self._in_place = torch.square_ if squared else torch.abs_
         self._waiting: dict[str, tuple[Tensor, Tensor, bool]] = {}
 
     def arrive(self, name: str, uses: list[Use]) -> None:
@@ -66,10 +67,10 @@ class Elementwise:
 
     def add(self, name: str, gradients: Tensor) -> None:
         """Sum what is given in full."""
-        if len(gradients) == 1 and self._f is torch.square:
-            self.sums[name].addcmul_(gradients[0], gradients[0])
+        if len(gradients) == 1:
+            self.sums[name].add_(self._in_place(gradients)[0])
         else:
-            self.sums[name].add_(self._f(gradients).sum(0))
+            self.sums[name].add_(self._in_place(gradients).sum(0))
 
     def end_backward(self) -> None:
         """Nothing waits for it."""
@@ -186,7 +187,7 @@ def blocks(uses: list[Use], like: Tensor | None = None) -> Iterator[Tensor]:
     examples = len(uses[0].pieces[0])
     size = examples
     if like is not None:
-        size = uses[0].operation.block or cache_block(like.shape, like.element_size())
+        size = uses[0].operation.block(like.shape, uses[0].pieces)
     for i in range(0, examples, size):
         parts = [use.operation.gradient(use.role, tuple(p[i : i + size] for p in use.pieces)) for use in uses]
         total = parts[0]

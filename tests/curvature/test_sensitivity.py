@@ -1,0 +1,144 @@
+import pytest
+import torch
+from torch import nn
+
+from everlearn import Task, nets
+from everlearn.curvature import sensitivity
+from tests.models import MODELS, make
+from tests.reference import gradients, mean_of
+
+
+@pytest.fixture(autouse=True)
+def _double():
+    torch.set_default_dtype(torch.double)
+    yield
+    torch.set_default_dtype(torch.float)
+
+
+@pytest.fixture
+def linear():
+    torch.manual_seed(0)
+    model, x = nn.Linear(3, 2), torch.randn(20, 3)
+    return model, x, model(x).detach()
+
+
+def test_squared_norm_of_a_linear_model(linear):
+    model, x, f = linear
+    omega = sensitivity(model, x).values
+    torch.testing.assert_close(omega["weight"], (2 * f.abs()[:, :, None] * x.abs()[:, None]).mean(0))
+    torch.testing.assert_close(omega["bias"], 2 * f.abs().mean(0))
+
+
+def test_vector_form_of_a_linear_model(linear):
+    model, x, _ = linear
+    omega = sensitivity(model, x, "vector").values
+    torch.testing.assert_close(omega["weight"], x.abs().mean(0).expand(2, 3))
+    torch.testing.assert_close(omega["bias"], torch.ones(2))
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_any_model_equals_the_loop_and_the_jacobian_times_the_output(name):
+    model, x = make(name)
+    out = model.eval()(x).detach()
+    right = mean_of(model, x, [2 * out], torch.abs)
+    found = sensitivity(model, x, chunk=3).values
+    for n, value in right.items():
+        torch.testing.assert_close(found[n], value, rtol=1e-9, atol=1e-13)
+    columns = []
+    for c in range(out.shape[1]):
+        columns.append(torch.zeros_like(out))
+        columns[-1][:, c] = 1
+    right = mean_of(model, x, columns, torch.abs)
+    found = sensitivity(model, x, "vector").values
+    for n, value in right.items():
+        torch.testing.assert_close(found[n], value, rtol=1e-9, atol=1e-13)
+
+
+def test_finite_differences_agree():
+    model, x = make("mlp")
+    g = [row["3.weight"][1, 2] for row in gradients(model, x, 2 * model(x).detach())]
+    found = sensitivity(model, x).values["3.weight"][1, 2]
+    step, sizes = 1e-5, []
+    for sign in (1, -1):
+        with torch.no_grad():
+            model[3].weight[1, 2] += sign * step
+            sizes.append(model(x).square().sum(1))
+            model[3].weight[1, 2] -= sign * step
+    difference = (sizes[0] - sizes[1]) / (2 * step)
+    torch.testing.assert_close(torch.stack(g), difference, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(found, difference.abs().mean(), rtol=1e-6, atol=1e-8)
+
+
+def test_the_batch_variant_is_smaller_and_the_batch_size_does_not_matter(linear):
+    model, x, _ = linear
+    right = sensitivity(model, x).values["weight"]
+    for chunk in (1, 7, 20):
+        torch.testing.assert_close(sensitivity(model, x, chunk=chunk).values["weight"], right)
+    batched = torch.autograd.grad(model(x).square().sum(), model.weight)[0].abs() / len(x)
+    assert (batched <= right + 1e-12).all() and not torch.allclose(batched, right)
+
+
+def test_labels_do_not_enter(linear):
+    model, x, _ = linear
+    right = sensitivity(model, x).values["weight"]
+    for y in (torch.zeros(20, dtype=torch.long), torch.arange(20)):
+        assert torch.equal(sensitivity(model, (x, y)).values["weight"], right)
+    assert torch.allclose(sensitivity(model, [x[:5], x[5:10], x[10:]]).values["weight"], right)
+
+
+def test_two_loaders_average_by_their_sizes(linear):
+    model, x, _ = linear
+    parts = 8 / 20 * sensitivity(model, x[:8]) + 12 / 20 * sensitivity(model, x[8:])
+    torch.testing.assert_close(parts.values["weight"], sensitivity(model, x).values["weight"])
+
+
+def test_scaling_the_last_layer():
+    model, x = nets.mlp(4, 3, hidden=(6,)), torch.randn(10, 4)
+    before = sensitivity(model, x).values
+    with torch.no_grad():
+        model[3].weight.mul_(3)
+        model[3].bias.mul_(3)
+    after = sensitivity(model, x).values
+    torch.testing.assert_close(after["3.weight"], 3 * before["3.weight"])
+    torch.testing.assert_close(after["1.weight"], 9 * before["1.weight"])
+
+
+def test_only_allowed_outputs_count(linear):
+    model, x, f = linear
+    table = torch.tensor([[True, False]])
+    omega = sensitivity(model, Task(x, id=0, allowed=table)).values
+    torch.testing.assert_close(omega["bias"], torch.stack([2 * f[:, 0].abs().mean(), torch.tensor(0.0)]))
+    assert (sensitivity(model, Task(x, id=0, allowed=table), "vector").values["weight"][1] == 0).all()
+
+
+def test_local_is_hebbs_rule():
+    """For a linear layer with ReLU on non-negative inputs: 2 E[relu(a)_i x_j], whatever comes after it."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 5, bias=False), nn.ReLU(), nn.Linear(5, 3)), torch.rand(12, 4)
+    omega = sensitivity(model, x, "local").values
+    hidden = model[1](model[0](x)).detach()
+    torch.testing.assert_close(omega["0.weight"], 2 * torch.einsum("ni,nj->ij", hidden, x) / 12)
+    out = model[2](hidden).detach()
+    torch.testing.assert_close(omega["2.weight"], 2 * (out.abs()[:, :, None] * hidden[:, None]).mean(0))
+    with torch.no_grad():
+        model[2].weight.normal_()
+    torch.testing.assert_close(sensitivity(model, x, "local").values["0.weight"], omega["0.weight"])
+
+
+def test_local_sums_over_the_places_of_a_convolution_before_the_absolute_value():
+    model, x = nn.Sequential(nn.Conv2d(1, 2, 1, bias=False), nn.Flatten(), nn.Linear(8, 3)), torch.randn(6, 1, 2, 2)
+    omega = sensitivity(model, x, "local").values["0.weight"]
+    right = 2 * torch.einsum("nchw,nhw->nc", model[0](x).detach(), x[:, 0]).abs().mean(0)
+    torch.testing.assert_close(omega.flatten(), right)
+
+
+def test_local_says_what_it_cannot_see():
+    model, x = make("recurrent")
+    with pytest.warns(UserWarning, match=r"No layer of its own for cell.bias_hh.*local importance is 0"):
+        omega = sensitivity(model, x, "local").values
+    assert (omega["lstm.weight_ih_l0"] == 0).all() and omega["head.weight"].sum() > 0
+
+
+def test_wrong_norm(linear):
+    with pytest.raises(ValueError, match="norm: got 'l2', allowed: 'squared', 'vector', 'local'"):
+        sensitivity(*linear[:2], "l2")
