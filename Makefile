@@ -15,3 +15,4 @@ test:
 
 benchmarks:
 	python benchmarks/overhead.py
+	python benchmarks/fisher.py

@@ -40,6 +40,11 @@ def test_commands_are_understood(line):
     assert start([*line.split()[1:], "--dry-run"]) == 0
 
 
+def test_figures_can_be_drawn_again(tmp_path):
+    runpy.run_path(str(ROOT / "docs/figures/draw.py"))["main"](tmp_path)
+    assert {p.name for p in tmp_path.iterdir()} == {p.name for p in (ROOT / "docs/figures").glob("*.svg")}
+
+
 def test_links_lead_somewhere():
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):

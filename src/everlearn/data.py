@@ -58,8 +58,8 @@ class Arrays:
     def __len__(self) -> int:
         return len(tree_leaves(self.x)[0])
 
-    def rows(self, index: Tensor) -> Rows:
-        """The examples at these places."""
+    def rows(self, index: Tensor | slice) -> Rows:
+        """The examples at these places; a slice is not copied."""
         x = self.x[index] if isinstance(self.x, Tensor) else tree_map(lambda v: v[index], self.x)
         return (
             x if self.view is None else self.view(x),
@@ -68,9 +68,10 @@ class Arrays:
         )
 
     def batches(self, size: int, order: Tensor | None, seed: int) -> Iterator[Rows]:
-        """Slices of the arrays."""
-        index = torch.arange(len(self)) if order is None else order
-        return (self.rows(i) for i in index.split(size))
+        """Rows of the arrays."""
+        if order is None:
+            return (self.rows(slice(i, i + size)) for i in range(0, len(self), size))
+        return (self.rows(i) for i in order.split(size))
 
     def subset(self, index: Tensor) -> Arrays:
         """Some of the examples; arrays are copied, so that a small part does not keep the whole alive."""

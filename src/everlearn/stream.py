@@ -227,9 +227,9 @@ class Task:
         return Batch(x, y if y is None else self.likelihood.labels(y), t, self.allowed, self.likelihood, epoch)
 
 
-def as_task(data: Any) -> Task:
-    """A task as it is; anything else a task can learn from, as a task."""
-    return data if isinstance(data, Task) else Task(data)
+def as_task(data: Any, likelihood: Likelihood | None = None) -> Task:
+    """A task as it is; anything else a task can learn from, as a task with this likelihood."""
+    return data if isinstance(data, Task) else Task(data, likelihood=likelihood or Categorical())
 
 
 @dataclass(eq=False, repr=False)

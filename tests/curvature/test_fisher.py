@@ -179,6 +179,9 @@ def test_gaussian_and_bernoulli():
     y = (torch.rand(50, 2) > 0.5).double()
     r = (p - y) ** 2
     task = Task((x, y), likelihood=Bernoulli())
+    assert torch.equal(
+        fisher(model, (x, y), "true", likelihood=Bernoulli()).values["bias"], fisher(model, task, "true").values["bias"]
+    )
     torch.testing.assert_close(fisher(model, task, labels="true").values["bias"], r.mean(0))
     with pytest.raises(ValueError, match="most likely target is the output itself"):
         fisher(model, x, likelihood=Gaussian(), labels="predicted")

@@ -1,4 +1,5 @@
 import copy
+import gc
 import random
 
 import numpy as np
@@ -129,6 +130,26 @@ def test_outputs_that_are_no_tensor_are_refused():
     engine = PerExample(Two())
     with pytest.raises(TypeError, match="a tensor with a row per example"), untouched(engine.model):
         engine.update(torch.randn(5, 4), lambda out: [out], Elementwise(engine.parameters))
+
+
+def test_nothing_stays_in_memory_between_chunks():
+    model, x = make("cnn")
+    engine = PerExample(model)
+    found = Elementwise(engine.parameters)
+
+    def tensors():
+        return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
+
+    with untouched(model):
+        engine.update(x, lambda out: [torch.ones_like(out)], found)
+        gc.collect()
+        gc.disable()  # what only the collector could free would pile up
+        before = tensors()
+        for _ in range(5):
+            engine.update(x, lambda out: [torch.ones_like(out)] * 2, found)
+        after = tensors()
+        gc.enable()
+    assert after <= before + 2
 
 
 def test_wrapped_models_are_opened():

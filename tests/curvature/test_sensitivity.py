@@ -81,7 +81,7 @@ def test_the_batch_variant_is_smaller_and_the_batch_size_does_not_matter(linear)
 def test_labels_do_not_enter(linear):
     model, x, _ = linear
     right = sensitivity(model, x).values["weight"]
-    for y in (torch.zeros(20, dtype=torch.long), torch.arange(20)):
+    for y in (torch.zeros(20, dtype=torch.long), torch.arange(20), torch.rand(20)):
         assert torch.equal(sensitivity(model, (x, y)).values["weight"], right)
     assert torch.allclose(sensitivity(model, [x[:5], x[5:10], x[10:]]).values["weight"], right)
 

@@ -57,7 +57,8 @@ def gaussian_kl(mean: Tensor, covariance: Tensor, other_mean: Tensor, other_cova
     spread = torch.linalg.solve_triangular(right, left, upper=False).square().sum()
     shift = torch.linalg.solve_triangular(right, (other_mean - mean)[:, None], upper=False).square().sum()
     volume = 2 * (right.diagonal().log().sum() - left.diagonal().log().sum())
-    return 0.5 * (spread + shift - len(mean) + volume)
+    total: Tensor = spread + shift - len(mean) + volume
+    return total / 2
 
 
 def predictive_kl(
@@ -78,7 +79,7 @@ def predictive_kl(
         likelihood: what the outputs mean; by default the task's.
         chunk: examples per pass.
     """
-    inner, task, parts, count = unwrap(model), as_task(data), [], 0
+    inner, task, parts, count = unwrap(model), as_task(data, likelihood), [], 0
     moved = {n: p.detach() + delta[n] if n in delta else p.detach() for n, p in named(model).items()}
     with untouched(inner), torch.no_grad():
         for batch in task.examples(chunk):

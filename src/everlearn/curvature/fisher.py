@@ -87,7 +87,7 @@ class FisherEstimator:
 
     def __call__(self, data: Any, seed: int = 0) -> Form:
         """The Fisher information on these data."""
-        engine, task = self.engine, as_task(data)
+        engine, task = self.engine, as_task(data, self.likelihood)
         make, finish = STRUCTURES[self.structure]
         statistic = make(engine.parameters)
         random, examples = generator(seed, "fisher"), 0

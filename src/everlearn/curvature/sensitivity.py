@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from everlearn.curvature.diagonal import Diagonal
 from everlearn.curvature.persample.engine import PerExample, untouched
 from everlearn.curvature.persample.statistics import Elementwise
+from everlearn.likelihood import Gaussian
 from everlearn.stream import Batch, as_task
 
 Norm = Literal["squared", "vector", "local"]
@@ -41,7 +42,7 @@ def sensitivity(model: nn.Module, data: Any, norm: Norm = "squared", chunk: int 
     """
     if norm not in ("squared", "vector", "local"):
         raise ValueError(f"norm: got {norm!r}, allowed: 'squared', 'vector', 'local'.")
-    engine, task, examples = PerExample(model), as_task(data), 0
+    engine, task, examples = PerExample(model), as_task(data, Gaussian()), 0  # which takes any labels; none is used
     magnitudes = Elementwise(engine.parameters, squared=False)
     unseen: set[str] = set()
     device = next(iter(engine.parameters.values())).device

@@ -140,9 +140,8 @@ class PerExample:
         return _Record([operation for operation, _ in met], out, tap.unknown | changed)
 
     def _unconfirmed(self, some: Any, out: Tensor, plan: Plan) -> set[str]:
-        """Parameters for which the first example's squared gradient is not what the ordinary gradient gives."""
-        s = torch.zeros_like(out)  # if the taps took a row of another example for the first one's, it would show
-        s[0] = torch.randn(out[0].shape, dtype=out.dtype, generator=torch.Generator().manual_seed(0)).to(out.device)
+        """Parameters whose squared gradients, summed over these examples, are not what ordinary gradients give."""
+        s = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(0)).to(out.device)
         squares = Elementwise(self.parameters)
         try:
             self._tapped(some, squares, plan).backward([s], last=True)
@@ -150,7 +149,8 @@ class PerExample:
             return set(self.parameters)
         squares.end_chunk()
         truth = Elementwise(self.parameters)
-        self._one_by_one(_rows(some, [0]), s[:1], truth, set(self.parameters))
+        for i in range(len(out)):
+            self._one_by_one(_rows(some, [i]), s[i : i + 1], truth, set(self.parameters))
         return {
             name
             for name, right in truth.sums.items()
@@ -260,6 +260,8 @@ class _Tapped(NamedTuple):
         torch.autograd.grad(self.outputs, self.root, columns, retain_graph=not last, allow_unused=True)
         while self.waiting:  # parameters one of whose uses the outputs do not depend on
             self.statistic.arrive(*self.waiting.popitem())
+        if last:  # the graph holds the hooks, the hooks hold this: without cutting the circle all would stay in memory
+            self.outputs.clear()
 
 
 class _Enter(torch.autograd.Function):

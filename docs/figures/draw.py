@@ -1,0 +1,110 @@
+"""Draw the figures of the documentation: python docs/figures/draw.py [FOLDER]."""
+
+import sys
+from pathlib import Path
+
+import torch
+from matplotlib.figure import Figure
+from torch import nn
+
+from everlearn import Gaussian, Method, nets, streams, train
+from everlearn.curvature import fisher, histogram
+from everlearn.optim import NaturalGradient
+
+
+def path(make, x, y, steps=25):
+    """The weights a descent visits on least squares."""
+    model = nn.Linear(2, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    optimizer, visited = make(model), []
+    for _ in range(steps):
+        visited.append(model.weight.detach().flatten().clone())
+        optimizer.zero_grad()
+        Gaussian().loss(model(x), y).backward()
+        optimizer.step()
+    return torch.stack(visited)
+
+
+def contours(axis, x, y, reach=2.5):
+    """The loss of least squares around its minimum."""
+    best = torch.linalg.lstsq(x, y).solution.flatten()
+    grid = torch.linspace(-reach, reach, 80)
+    points = torch.cartesian_prod(grid, grid) + best
+    loss = ((x @ points.t() - y) ** 2).mean(0).view(80, 80).t()
+    axis.contour(
+        (grid + best[0]).numpy(), (grid + best[1]).numpy(), loss.log().numpy(), 12, colors="0.8", linewidths=0.7
+    )
+    a, b = best.tolist()
+    axis.plot(a, b, "k+", markersize=9)
+    axis.set_xlim(a - reach, a + reach)
+    axis.set_ylim(b - reach, b + reach)
+
+
+def regression():
+    """Plain and natural gradient at two learning rates."""
+    torch.manual_seed(0)
+    x = torch.randn(200, 2) * torch.tensor([2.5, 0.2])
+    y = x @ torch.tensor([[1.0], [-1.0]]) + 0.05 * torch.randn(200, 1)
+    figure = Figure(figsize=(8, 3.4), layout="constrained")
+    best = torch.linalg.lstsq(x, y).solution.flatten()
+    for axis, lr in zip(figure.subplots(1, 2, sharey=True), (0.15, 0.5), strict=True):
+        makers = {
+            "gradient": lambda m, lr=lr: torch.optim.SGD(m.parameters(), lr=lr),
+            "natural gradient": lambda m, lr=lr: NaturalGradient(m, lr, "full", damping=0.0, likelihood=Gaussian()),
+        }
+        for (name, make), mark in zip(makers.items(), ("o--", "s-"), strict=True):
+            distance = (path(make, x, y) - best).norm(dim=1)
+            axis.semilogy(distance.numpy(), mark, markersize=3, label=name)
+        axis.set_title(f"learning rate {lr}")
+        axis.set_xlabel("step")
+        axis.set_ylim(1e-6, 1e6)
+    figure.axes[0].set_ylabel("distance from the solution")
+    figure.axes[0].legend()
+    return figure
+
+
+def empirical():
+    """Gradient, natural gradient and the empirical Fisher's direction on least squares (Kunstner et al., 2019)."""
+    torch.manual_seed(1)
+    x = torch.stack(
+        [(0.75 * torch.randn(1000)).exp(), torch.ones(1000)], 1
+    )  # log-normal inputs and a constant, as they do
+    y = x @ torch.tensor([[2.0], [2.0]]) + torch.randn(1000, 1)
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    best = torch.linalg.lstsq(x, y).solution.flatten()
+    grid = torch.cartesian_prod(torch.linspace(-2.2, 2.2, 9), torch.linspace(-2.2, 2.2, 9)) + best
+    titles = {"gradient": None, "Fisher: natural gradient": "exact", "empirical Fisher": "true"}
+    for axis, (title, labels) in zip(figure.subplots(1, 3, sharey=True), titles.items(), strict=True):
+        contours(axis, x, y)
+        arrows = []
+        for w in grid:
+            model = nn.Linear(2, 1, bias=False)
+            model.weight.data = w[None].clone()
+            Gaussian().loss(model(x), y).backward()
+            g = {"weight": model.weight.grad}
+            if labels is not None:
+                data = (x, y) if labels == "true" else x
+                g = fisher(model, data, labels, "full", likelihood=Gaussian()).solve(g, 1e-8)
+            arrows.append(-g["weight"].flatten() / g["weight"].norm())
+        axis.quiver(*grid.t().numpy(), *torch.stack(arrows).t().numpy(), color="#3b6ea5", scale=16, width=0.006)
+        axis.set_title(title)
+    return figure
+
+
+def importances():
+    """Few parameters matter: the Fisher information of a trained network, per layer."""
+    torch.manual_seed(0)
+    task = streams.digits("class").joint()[0]
+    model = nets.mlp(64, 10, hidden=(100, 100))
+    train(model, Method(), task, epochs=10, batch_size=32)
+    return histogram(fisher(model, task))
+
+
+def main(folder):
+    """Write all figures."""
+    for draw in (regression, empirical, importances):
+        draw().savefig(Path(folder) / f"{draw.__name__}.svg", metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parent)

@@ -1,0 +1,7 @@
+"""The trainer: the loop of ``Method``'s docstring as functions, and nothing a method could not do without."""
+
+from everlearn.trainer.evaluation import evaluate
+from everlearn.trainer.running import run
+from everlearn.trainer.training import Trained, train
+
+__all__ = ["Trained", "evaluate", "run", "train"]

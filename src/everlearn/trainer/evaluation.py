@@ -1,0 +1,78 @@
+"""Testing a model on tasks."""
+
+from __future__ import annotations
+
+import math
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from everlearn.checks import check_first_batch, check_outputs, explain_error
+from everlearn.data import Arrays, as_source
+from everlearn.method import Method
+from everlearn.stream import Batch, Split, Task
+from everlearn.trainer.training import device_of
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    method: Method,
+    tasks: Any,
+    *,
+    allowed: Tensor | None = None,
+    split: Split = "test",
+    batch_size: int = 1024,
+) -> list[float]:
+    """Mean score (accuracy) on each task.
+
+    Args:
+        model: in whatever mode; it is tested in eval mode and put back.
+        method: whose ``predict`` answers.
+        tasks: to be tested on: a list such as ``stream.exams``, or test data as ``train`` takes them.
+        allowed: which class may be named now (see ``allowed_classes``); by default whatever one of the tasks allows.
+        split: which of the task's data.
+        batch_size: examples per forward pass.
+    """
+    exams = _exams(tasks)
+    if allowed is None and (tables := [t.allowed for t in exams if t.allowed is not None]):
+        allowed = reduce(torch.logical_or, tables)
+    modes = {m: m.training for m in model.modules()}
+    model.eval()
+    try:
+        return [_score(model, method, task, allowed, split, batch_size) for task in exams]
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _score(
+    model: nn.Module, method: Method, task: Task, allowed: Tensor | None, split: Split, batch_size: int
+) -> float:
+    total, count, device = 0.0, 0, device_of(model)
+    for batch in task.examples(batch_size, split):
+        here = Batch(batch.x, batch.y, batch.t, allowed, batch.likelihood).to(device)
+        if not count:
+            check_first_batch(task, here, model)
+        try:
+            out = method.predict(model, here.x, here.t if task.identity else None)
+        except RuntimeError as error:
+            raise explain_error(error, task, here, first=not count) from error
+        check_outputs(task, here, out)
+        total += here.score(out).sum().item()
+        count += len(here)
+    if not count:
+        raise ValueError(
+            f"{task} has no {split} examples, or a generator that was read already: give a list or a loader."
+        )
+    if not math.isfinite(total):
+        raise FloatingPointError(f"The score on {task} is {total}: its {split} targets are not all finite numbers.")
+    return total / count
+
+
+def _exams(tasks: Any) -> list[Task]:
+    """What is to be tested on as tasks; a pair of arrays, a Dataset, a loader count as one."""
+    several = isinstance(tasks, (list, tuple)) and not isinstance(as_source(tasks), Arrays)
+    return [t if isinstance(t, Task) else Task(test=t) for t in (tasks if several else [tasks])]
