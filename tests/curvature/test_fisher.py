@@ -276,6 +276,18 @@ def test_wrong_arguments(arguments, message, linear):
         fisher(model, **{"data": x, **arguments})
 
 
+@pytest.mark.parametrize("structure", ["diagonal", "kronecker", "full"])
+def test_half_precision_models_have_sums_in_float32(structure):
+    torch.manual_seed(0)
+    model, x = nets.mlp(4, 3, hidden=(6,)), torch.randn(3000, 4)
+    right = fisher(model, x, structure=structure).diagonal()
+    half = copy.deepcopy(model).bfloat16()
+    found = fisher(half, x.bfloat16(), structure=structure).diagonal()
+    for n, v in right.items():
+        assert found[n].dtype == torch.float32
+        assert (found[n] - v).norm() / v.norm() < 0.05
+
+
 def test_the_task_and_the_model_stay(linear):
     model, x, y, _ = linear
     before = copy.deepcopy(model.state_dict())

@@ -154,7 +154,7 @@ class PerExample:
         return {
             name
             for name, right in truth.sums.items()
-            if (squares.sums[name] - right).abs().max() > 1e-3 * right.max() + 1e-30
+            if not _close(squares.sums[name], right, self.parameters[name].dtype)
         }
 
     def _tapped(self, x: Any, statistic: Statistic, plan: Plan, cut: bool = False) -> _Tapped:
@@ -324,12 +324,14 @@ def _refuse_mixing(together: Tensor, first: Tensor, second: Tensor) -> None:
         )
 
 
-def _close(a: Tensor, b: Tensor) -> bool:
+def _close(a: Tensor, b: Tensor, dtype: torch.dtype | None = None) -> bool:
+    """Equal but for the rounding of a dtype (by default their own)."""
     if a.shape != b.shape:
         return False
     if not a.is_floating_point():
         return torch.equal(a, b)
-    return bool((a - b).abs().max() <= 1e-3 * b.abs().max() + 1e-30) if a.numel() else True
+    rounding = max(1e-3, 20 * torch.finfo(dtype or a.dtype).eps)
+    return bool((a - b).abs().max() <= rounding * b.abs().max() + 1e-30) if a.numel() else True
 
 
 def _checked(out: Any, x: Any) -> Tensor:

@@ -45,7 +45,7 @@ class Elementwise:
     """
 
     def __init__(self, parameters: Params, squared: bool = True) -> None:
-        self.sums = {name: torch.zeros_like(p) for name, p in parameters.items()}
+        self.sums = {name: torch.zeros_like(p, dtype=wide(p)) for name, p in parameters.items()}
         self._f = torch.square if squared else torch.abs
         self._in_place = torch.square_ if squared else torch.abs_
         self._waiting: dict[str, tuple[Tensor, Tensor, bool]] = {}
@@ -54,19 +54,20 @@ class Elementwise:
         """By the cheapest way the operation offers."""
         operation, role, pieces = uses[0]
         if len(uses) == 1 and (outer := operation.outer(role, pieces)) is not None:
-            d, x, transposed = outer
+            d, x, transposed = outer[0].to(wide(outer[0])), *outer[1:]
             if name in self._waiting:
                 self._waiting[name][0].add_(self._f(d))
             else:
                 self._waiting[name] = self._f(d), x, transposed
         elif len(uses) == 1 and (sparse := operation.sparse(role, pieces)) is not None:
-            self.sums[name].index_add_(0, sparse[0], self._f(sparse[1]))
+            self.sums[name].index_add_(0, sparse[0], self._f(sparse[1].to(wide(sparse[1]))))
         else:
             for gradients in blocks(uses, self.sums[name]):
                 self.add(name, gradients)
 
     def add(self, name: str, gradients: Tensor) -> None:
         """Sum what is given in full."""
+        gradients = gradients.to(wide(gradients))
         if len(gradients) == 1:
             self.sums[name].add_(self._in_place(gradients)[0])
         else:
@@ -79,7 +80,7 @@ class Elementwise:
         """The one product per linear layer that was put off."""
         for name, (d, x, transposed) in self._waiting.items():
             target = self.sums[name].t() if transposed else self.sums[name]
-            target.addmm_(d.t(), self._f(x))
+            target.addmm_(d.t(), self._f(x.to(d.dtype)))
         self._waiting.clear()
 
 
@@ -100,7 +101,7 @@ class InFull:
 
     def add(self, name: str, gradients: Tensor) -> None:
         """Keep them until the pass is over."""
-        self._parts.setdefault(name, []).append(gradients.reshape(len(gradients), -1))
+        self._parts.setdefault(name, []).append(gradients.reshape(len(gradients), -1).to(wide(gradients)))
 
     def end_backward(self) -> None:
         """One row per example over all parameters, zeros for those that took no part."""
@@ -145,6 +146,7 @@ class KroneckerFactors:
             self.rest.arrive(name, uses)
         elif uses[0].role == "weight":
             d = torch.cat([use.operation.output_rows(use.pieces) for use in uses])
+            d = d.to(wide(d))
             self.outputs[name] = self.outputs.get(name, 0) + d.t() @ d
             if name not in self._seen:  # the inputs are the same in every backward pass
                 self._seen.add(name)
@@ -155,13 +157,14 @@ class KroneckerFactors:
         features, bias = operation.features, operation.names.get("bias")
         if name not in self.inputs:
             size = features + (bias is not None)
-            self.inputs[name] = operation.x.new_zeros(size, size)
+            self.inputs[name] = operation.x.new_zeros(size, size, dtype=wide(operation.x))
             if bias is not None:
                 self.biases[name] = bias
         total = self.inputs[name]
         positions = sum(use.operation.positions(use.pieces) for use in uses)
         for use in uses:
-            for a in use.operation.input_rows(use.pieces):
+            for rows in use.operation.input_rows(use.pieces):
+                a = rows.to(total.dtype)
                 total[:features, :features].addmm_(a.t(), a, alpha=1 / positions)
                 if bias is not None:
                     total[features, :features].add_(a.sum(0), alpha=1 / positions)
@@ -180,6 +183,11 @@ class KroneckerFactors:
         """The next chunk has other inputs."""
         self._seen.clear()
         self.rest.end_chunk()
+
+
+def wide(tensor: Tensor) -> torch.dtype:
+    """What to sum in: at least float32, because a long sum in half precision stops growing."""
+    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def blocks(uses: list[Use], like: Tensor | None = None) -> Iterator[Tensor]:
