@@ -174,7 +174,7 @@ def measure(name, rounds):
             try:
                 found = contender(model, x[:part], y[:part], size)
             except Exception as error:  # noqa: BLE001 - a peer may refuse a model in many ways
-                refused[key] = f"{type(error).__name__}: {str(error).splitlines()[0][:60]}"
+                refused[key] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:60]}"
                 continue
             if turn:  # the first turn warms up
                 times[key].append((time.perf_counter() - start) * examples / part)

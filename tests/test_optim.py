@@ -1,4 +1,6 @@
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -159,7 +161,6 @@ def test_resuming_equals_never_having_stopped(structure, tmp_path):
     for _ in range(3):
         step(model, optimizer, x, y, False)
     other = copy.deepcopy(model)
-    other._forward_pre_hooks.clear()
     resumed = optimizer_for(other)
     torch.save(optimizer.state_dict(), tmp_path / "state.pt")
     resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
@@ -205,12 +206,53 @@ def test_it_is_a_torch_optimizer_that_learns():
     assert losses[-1] < 0.25 * losses[0]
 
 
+def test_the_optimizer_is_let_go_with_its_hook_and_knows_its_own_model():
+    model, x = nn.Linear(4, 2), torch.randn(6, 4)
+    optimizer = NaturalGradient(model)
+    copy.deepcopy(model)(x)
+    assert optimizer._inputs is None, "the copy's inputs are not the model's"
+    with pytest.raises(TypeError, match="belongs to its model"):
+        copy.deepcopy(optimizer)
+    alive = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert alive() is None and not model._forward_pre_hooks
+
+
+def test_inputs_are_those_of_the_last_pass_in_any_mode_and_form():
+    x, y = torch.randn(6, 4), torch.randint(2, (6,))
+    model = nn.Linear(4, 2).eval()
+    optimizer = NaturalGradient(model, structure="diagonal")
+    with torch.no_grad():
+        model(x * 100)
+    F.cross_entropy(model(input=x), y).backward()
+    optimizer.step()
+    fresh = copy.deepcopy(model)
+    with torch.no_grad():
+        fresh.weight.add_(0.1 * optimizer.curvature.solve({"weight": model.weight.grad}, 1e-3)["weight"])
+        fresh.bias.add_(0.1 * optimizer.curvature.solve({"bias": model.bias.grad}, 1e-3)["bias"])
+    torch.testing.assert_close(optimizer.curvature.values["weight"], fisher(fresh, x).values["weight"])
+    with pytest.raises(RuntimeError, match="no forward pass since the last step"):
+        optimizer.step()
+
+
+def test_frozen_layers_are_left_out():
+    model, x = make("mlp")
+    optimizer = NaturalGradient(model, damping=0.1)
+    model[1].requires_grad_(False)
+    before = model[1].weight.clone()
+    step(model, optimizer, x, torch.randint(3, (7,)), False)
+    assert torch.equal(before, model[1].weight)
+
+
 def test_errors_say_what_to_do():
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="NaturalGradient needs lr > 0"):
         NaturalGradient(model, lr=-1.0)
     with pytest.raises(ValueError, match="kl_clip must be above 0"):
         NaturalGradient(model, kl_clip=0.0)
+    with pytest.raises(ValueError, match="an optimizer never sees"):
+        NaturalGradient(model, labels="true")
     optimizer = NaturalGradient(model)
     with pytest.raises(RuntimeError, match="has seen no forward pass"):
         optimizer.step()

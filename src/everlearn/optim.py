@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from everlearn.curvature.diagonal import Diagonal
 from everlearn.curvature.fisher import FisherEstimator, Form, Labels, Structure
 from everlearn.curvature.full import Full
 from everlearn.curvature.kronecker import Damping, Kronecker
+from everlearn.data import Arrays
 from everlearn.likelihood import Likelihood
 from everlearn.params import Params, named, unwrap
 from everlearn.seeds import derive
@@ -36,8 +38,8 @@ class NaturalGradient(Optimizer):
         momentum: of the natural gradient.
         decay: of the running average of F; 0 uses the last batch alone.
         update_every: steps between two estimates of F.
-        kl_clip: bound on lr² vᵀg, so that no step changes the prediction too much; None for none.
-        labels: how F is estimated, as in ``curvature.fisher``.
+        kl_clip: bound on lr² vᵀg, twice the KL divergence a step causes, before momentum; None for none.
+        labels: how F is estimated, as in ``curvature.fisher``; over all outputs, since tasks are not known here.
         likelihood: what the outputs mean; classes by default.
         factored: damp the two Kronecker factors apart instead of exactly in their eigenbasis.
 
@@ -71,6 +73,10 @@ class NaturalGradient(Optimizer):
                 "NaturalGradient needs lr > 0, damping >= 0, momentum and decay from 0 to below 1, update_every >= 1; got "
                 f"lr={lr}, damping={damping}, momentum={momentum}, decay={decay}, update_every={update_every}."
             )
+        if labels == "true":
+            raise ValueError(
+                "labels='true' needs the data's labels, which an optimizer never sees: use 'exact' or 'signs'."
+            )
         if kl_clip is not None and kl_clip <= 0:
             raise ValueError(f"kl_clip must be above 0 or None, got {kl_clip}.")
         self._named = named(model)
@@ -81,11 +87,17 @@ class NaturalGradient(Optimizer):
         self.steps = 0
         self._estimate = FisherEstimator(model, labels, structure, likelihood)
         self._inputs: Any = None
-        self._hook = unwrap(model).register_forward_pre_hook(self._note)
+        self._estimating = False
+        self._hook = unwrap(model).register_forward_pre_hook(_noting(weakref.ref(self)), with_kwargs=True)
+        weakref.finalize(self, self._hook.remove)
 
-    def _note(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if torch.is_grad_enabled() and module.training:
-            self._inputs = args[0]
+    def note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Remember the inputs of a forward pass that may lead to a step."""
+        if torch.is_grad_enabled() and not self._estimating and module is self._estimate.engine.model:
+            self._inputs = [*args, *kwargs.values()]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NaturalGradient:
+        raise TypeError("NaturalGradient belongs to its model: make one for the copied model and load the state_dict.")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -108,6 +120,7 @@ class NaturalGradient(Optimizer):
             else:
                 p.add_(v, alpha=-group["lr"] * scale)
         self.steps += 1
+        self._inputs = None  # the next step must not be taken with these
         return loss
 
     def detach(self) -> None:
@@ -119,9 +132,17 @@ class NaturalGradient(Optimizer):
             return
         if self._inputs is None:
             raise RuntimeError(
-                "NaturalGradient has seen no forward pass: call model(x) in training mode with gradients before step()."
+                "NaturalGradient has seen no forward pass since the last step: call model(x) with gradients before step()."
             )
-        now: Any = self._estimate(self._inputs, seed=derive(0, self.steps))
+        if len(self._inputs) != 1:
+            raise TypeError(
+                f"NaturalGradient works with models called with one argument, this one got {len(self._inputs)}."
+            )
+        self._estimating = True
+        try:
+            now: Any = self._estimate(Arrays(self._inputs[0]), seed=derive(0, self.steps))
+        finally:
+            self._estimating = False
         if self.curvature is None or not self.decay:
             self._say_what_falls_back(now)
             self.curvature = now
@@ -170,3 +191,13 @@ class NaturalGradient(Optimizer):
             forms: dict[str, type[Form]] = {"diagonal": Diagonal, "kronecker": Kronecker, "full": Full}
             self.curvature = forms[self.structure]()
             self.curvature.load_state_dict(held)
+
+
+def _noting(optimizer: weakref.ref[NaturalGradient]) -> Callable[..., None]:
+    """A hook that does not keep the optimizer alive."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if (alive := optimizer()) is not None:
+            alive.note(module, args, kwargs)
+
+    return hook

@@ -6,6 +6,7 @@ from torch.distributions import Laplace, MixtureSameFamily, MultivariateNormal, 
 
 from everlearn import Bernoulli, Categorical, Gaussian, Task
 from everlearn.curvature import fisher, gaussian_kl, kl, predictive_kl
+from everlearn.data import Arrays
 from tests.models import make
 
 
@@ -68,3 +69,21 @@ def test_allowed_classes_are_the_distribution():
     assert torch.isfinite(predictive_kl(model, step, task)) and ratio > 0
     full = fisher(model, task, structure="full")
     assert abs(predictive_kl(model, step, task) / (0.5 * full.quad(step)) - 1) < 1e-2
+
+
+def test_rows_with_other_classes_tokens_that_are_ignored_and_labels_that_are_not_allowed():
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.double)
+    try:
+        table = torch.tensor([[True, True, False, False], [False, True, True, True]])
+        linear, words, x = nn.Linear(3, 4), nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5)), torch.randn(10, 3)
+        mixed = Task(Arrays(x, torch.ones(10, dtype=torch.long), torch.arange(10) % 2), id=0, allowed=table)
+        tokens, y = torch.randint(5, (6, 4)), torch.randint(5, (6, 4))
+        y[:, 2:] = -100
+        yes_no = Task(x, id=0, allowed=table, likelihood=Bernoulli())
+        for model, data in ((linear, mixed), (words, (tokens, y)), (linear, yes_no)):
+            step = {n: 1e-4 * torch.randn_like(p) for n, p in model.named_parameters()}
+            ratio = predictive_kl(model, step, data) / (0.5 * fisher(model, data, structure="full").quad(step))
+            assert abs(ratio - 1) < 1e-2
+    finally:
+        torch.set_default_dtype(torch.float)

@@ -154,6 +154,12 @@ def test_allowed_classes_are_all_there_is(labels):
     assert (found.values["weight"][2:] == 0).all()
 
 
+def test_a_single_allowed_class_tells_nothing():
+    model, task = nn.Linear(3, 2), Task(torch.randn(5, 3), id=0, allowed=torch.tensor([[True, False]]))
+    for structure in ("diagonal", "kronecker", "full"):
+        assert fisher(model, task, structure=structure).trace() == 0
+
+
 def test_very_confident_predictions_stay_accurate():
     torch.set_default_dtype(torch.float)
     model = nn.Linear(2, 3, bias=False)
@@ -256,7 +262,15 @@ def test_adam_gives_its_second_moments():
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
     torch.testing.assert_close(from_adam(model, optimizer).values["weight"], model.weight.grad**2)
-    with pytest.raises(ValueError, match="SGD holds no second moment for 'weight'"):
+    heads = nn.ModuleList([nn.Linear(3, 2), nn.Linear(3, 2)])
+    groups = [{"params": heads[0].parameters(), "alpha": 0.9}, {"params": heads[1].parameters()}]
+    optimizer = torch.optim.RMSprop(groups, lr=0.0)
+    F.cross_entropy(heads[0](x), y).backward()
+    optimizer.step()
+    found = from_adam(heads, optimizer).values
+    torch.testing.assert_close(found["0.weight"], heads[0].weight.grad ** 2)
+    assert not found["1.weight"].any(), "a head that was never trained has none"
+    with pytest.raises(ValueError, match="SGD holds no second moments of this model"):
         from_adam(model, torch.optim.SGD(model.parameters()))
 
 

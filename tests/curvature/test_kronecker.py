@@ -5,7 +5,7 @@ from torch import nn
 from everlearn import Gaussian, nets
 from everlearn.curvature import Kronecker, fisher
 from everlearn.curvature.kronecker import Pair
-from tests.models import cnn_with_statistics, make
+from tests.models import make
 from tests.reference import full_fisher, softmax_scores
 
 
@@ -102,9 +102,7 @@ def test_one_example_is_exact():
     order = [i for row in places for i in row]
     torch.testing.assert_close(torch.kron(g, a), block[order][:, order])
     for n, v in form.diagonal().items():
-        torch.testing.assert_close(
-            v, fisher(model, one).values[n].flatten(1) if v.dim() > 1 else fisher(model, one).values[n]
-        )
+        torch.testing.assert_close(v, fisher(model, one).values[n])
 
 
 def test_gaussian_linear_regression_is_exact_for_any_number():
@@ -190,5 +188,48 @@ def test_agrees_with_curvlinops_in_full():
     torch.testing.assert_close(fisher(model, x, structure="full").dense(), right, rtol=1e-8, atol=1e-12)
 
 
-def test_statistics_of_norms_do_not_matter_to_the_rest():
-    assert fisher(cnn_with_statistics(), torch.randn(5, 1, 8, 8), structure="kronecker").trace() > 0
+class Shares(nn.Module):
+    """A tied table with a bias of its own, and one bias under two weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.bias = nn.Embedding(6, 4), nn.Parameter(torch.randn(6))
+        self.v, self.w, self.both = (
+            nn.Parameter(torch.randn(4, 4)),
+            nn.Parameter(torch.randn(4, 4)),
+            nn.Parameter(torch.randn(4)),
+        )
+
+    def forward(self, t):
+        h = nn.functional.linear(self.words(t).mean(1), self.v, self.both).tanh()
+        h = nn.functional.linear(h, self.w, self.both).tanh()
+        return nn.functional.linear(h, self.words.weight, self.bias)
+
+
+def test_a_bias_without_a_layer_of_its_own_keeps_its_diagonal():
+    model, t = Shares(), torch.randint(6, (9, 3))
+    form, right = fisher(model, t, structure="kronecker"), fisher(model, t).values
+    assert set(form.layers) == {"v", "w"} and form.biases == {}
+    for name in ("bias", "both", "words.weight"):
+        torch.testing.assert_close(form.rest.values[name], right[name])
+
+
+def test_parts_of_a_layer():
+    form, bias = random_form(), {"b": DELTA["b"]}
+    zero = {"w": torch.zeros(3, 4), **bias}
+    torch.testing.assert_close(form.quad(bias), form.quad(zero))
+    torch.testing.assert_close(form.solve(bias, 0.3)["b"], form.solve(zero, 0.3)["b"])
+    assert form.solve({}, 0.3) == {}
+
+
+def test_running_average_of_the_factors():
+    one, two = random_form(), random_form()
+    mixed = one.mixed(two, 0.8).layers["w"][0]
+    for found, a, b in zip(mixed, one.layers["w"][0], two.layers["w"][0], strict=True):
+        torch.testing.assert_close(found, 0.8 * a + 0.2 * b)
+
+
+def test_the_diagonal_has_the_parameters_shapes():
+    model, x = make("cnn")
+    for n, v in fisher(model.eval(), x, structure="kronecker").diagonal().items():
+        assert v.shape == dict(model.named_parameters())[n].shape

@@ -162,3 +162,101 @@ def test_wrapped_models_are_opened():
         with untouched(engine.model):
             engine.update(x, lambda out: columns, found)
         torch.testing.assert_close(found.sums["1.weight"] / len(x), right["1.weight"])
+
+
+class Experts(nn.Module):
+    """Which rows go to which layer depends on the data."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x):
+        out, first = x.new_zeros(len(x), 3), x[:, 0] > 0
+        out[first], out[~first] = self.a(x[first]), self.b(x[~first])
+        return out
+
+
+class Sorted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x):
+        order = x[:, 0].argsort()
+        return self.layer(x[order])[order.argsort()]
+
+
+@pytest.mark.parametrize("kind", [Experts, Sorted])
+def test_rows_that_the_data_reorder(kind):
+    torch.manual_seed(0)
+    model, x = kind().double(), torch.randn(9, 4, dtype=torch.double)
+    column = torch.randn(9, 3, dtype=torch.double)
+    right = mean_of(model, x, [column], torch.square)
+    engine = PerExample(model)
+    found = Elementwise(engine.parameters)
+    with untouched(model):
+        engine.update(x, lambda out: [column], found)
+    for n, value in right.items():
+        torch.testing.assert_close(found.sums[n] / 9, value)
+
+
+def test_mixing_is_seen_although_most_examples_are_alike():
+    class Centre(nn.Module):
+        def forward(self, x):
+            return x - x.mean(0)
+
+    model, x = nn.Sequential(Centre(), nn.Linear(4, 2)), torch.randn(8, 4)
+    x[:7] = x[0].clone()
+    engine = PerExample(model)
+    with untouched(model), pytest.raises(ValueError, match="depends on the other examples"):
+        engine.update(x, lambda out: [torch.ones_like(out)], Elementwise(engine.parameters))
+
+
+def test_another_head_is_probed_anew():
+    class Heads(nn.Module):
+        head = 0
+
+        def __init__(self):
+            super().__init__()
+            self.body, self.heads = nn.Linear(4, 5), nn.ModuleList([nn.Linear(5, 2), nn.Linear(5, 2)])
+
+        def forward(self, x):
+            return self.heads[self.head](self.body(x).relu())
+
+    model, x = Heads(), torch.randn(6, 4)
+    engine = PerExample(model)
+    for head in (0, 1, 0):
+        model.head = head
+        found = Elementwise(engine.parameters)
+        with untouched(model):
+            engine.update(x, lambda out: [torch.ones_like(out)], found)
+        assert engine.plan.general == set()
+        right = mean_of(model, x, [torch.ones(6, 2)], torch.square)
+        for n, value in right.items():
+            torch.testing.assert_close(found.sums[n] / 6, value)
+
+
+def test_sparse_embeddings_and_lengths_that_change():
+    class Bag(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.head = nn.Embedding(9, 4, sparse=True), nn.Linear(4, 3)
+
+        def forward(self, t):
+            return self.head(torch.tanh(self.words(t.flatten()).view(*t.shape, 4)).mean(1))
+
+    model = Bag().double()
+    engine = PerExample(model)
+    found, parts = Elementwise(engine.parameters), [torch.randint(9, (5, n)) for n in (4, 7, 1)]
+    with untouched(model):
+        for t in parts:
+            engine.update(t, lambda out: [torch.ones_like(out)], found)
+    dense = nn.Embedding(9, 4, _weight=model.words.weight.detach()).double()
+    model.words = dense
+    right = dict.fromkeys(found.sums, 0)
+    for t in parts:
+        for n, v in mean_of(model, t, [torch.ones(5, 3).double()], torch.square).items():
+            right[n] = right[n] + 5 * v
+    for n, value in right.items():
+        torch.testing.assert_close(found.sums[n], value)

@@ -132,6 +132,27 @@ def test_local_sums_over_the_places_of_a_convolution_before_the_absolute_value()
     torch.testing.assert_close(omega.flatten(), right)
 
 
+def test_local_counts_allowed_outputs_and_shared_inputs_once():
+    table = torch.tensor([[True, False]])
+    model, x = nn.Linear(3, 2), torch.randn(8, 3)
+    omega = sensitivity(model, Task(x, id=0, allowed=table), "local").values
+    assert (omega["weight"][1] == 0).all() and omega["weight"][0].sum() > 0
+
+    class Fork(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(3, 4, bias=False), nn.Linear(4, 2), nn.Linear(4, 2)
+
+        def forward(self, x):
+            h = self.a(x).relu()
+            return self.b(h) + self.c(h)
+
+    fork, x = Fork(), torch.rand(8, 3)
+    hidden = fork.a(x).relu().detach()
+    omega = sensitivity(fork, x, "local").values["a.weight"]
+    torch.testing.assert_close(omega, 2 * torch.einsum("ni,nj->ij", hidden, x) / 8)
+
+
 def test_local_says_what_it_cannot_see():
     model, x = make("recurrent")
     with pytest.warns(UserWarning, match=r"No layer of its own for cell.bias_hh.*local importance is 0"):

@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributions import Bernoulli as BernoulliDistribution
-from torch.distributions import Categorical as CategoricalDistribution
-from torch.distributions import Distribution, Independent, Normal, kl_divergence
+from torch.distributions import Distribution, kl_divergence
 from torch.func import functional_call
 
 from everlearn.curvature.persample.engine import untouched
@@ -33,6 +33,7 @@ def kl(p: Distribution, q: Distribution, direction: Direction = "forward", sampl
         direction: which of the two.
         samples: drawn where there is no closed form.
 
+    >>> from torch.distributions import Normal
     >>> kl(Normal(0.0, 1.0), Normal(1.0, 1.0))
     tensor(0.5000)
     """
@@ -79,26 +80,35 @@ def predictive_kl(
         likelihood: what the outputs mean; by default the task's.
         chunk: examples per pass.
     """
+    if direction not in ("forward", "reverse"):
+        raise ValueError(f"direction: got {direction!r}, allowed: 'forward', 'reverse'.")
     inner, task, parts, count = unwrap(model), as_task(data, likelihood), [], 0
     moved = {n: p.detach() + delta[n] if n in delta else p.detach() for n, p in named(model).items()}
+    device = next(iter(moved.values())).device
     with untouched(inner), torch.no_grad():
         for batch in task.examples(chunk):
-            rows, meaning = batch.allowed_rows, likelihood or batch.likelihood
-            outputs = inner(batch.x), functional_call(inner, moved, (batch.x,))
-            now, then = (_distribution(meaning, out, rows) for out in outputs)
-            parts.append(kl(now, then, direction).sum())
+            here, meaning = batch.to(device), likelihood or batch.likelihood
+            outputs = [inner(here.x), functional_call(inner, moved, (here.x,))]
+            p, q = outputs if direction == "forward" else outputs[::-1]
+            apart = _apart(meaning, p, q, here.allowed_rows)
+            counted = meaning.counted(here.y)
+            parts.append((apart if counted is None else apart * counted).sum())
             count += len(batch)
+    if not count:
+        raise ValueError(f"{task} has no examples to take the divergence on.")
     return torch.stack(parts).sum() / count
 
 
-def _distribution(likelihood: Likelihood, out: Tensor, allowed: Tensor | None) -> Distribution:
-    """The predicted distribution, a batch of one per example (and token)."""
+def _apart(likelihood: Likelihood, p: Tensor, q: Tensor, allowed: Tensor | None) -> Tensor:
+    """The terms whose sum is KL(p ‖ q) of the distributions that these outputs stand for."""
     if isinstance(likelihood, Categorical):
-        if allowed is not None:  # classes nobody may name would give 0 · ∞
-            out = out[..., : allowed.shape[-1]][..., allowed.any(0)]
-        return CategoricalDistribution(logits=out)
+        log_p, log_q = (likelihood.logits(out, allowed).log_softmax(-1) for out in (p, q))
+        return torch.where(
+            log_p.isneginf(), 0.0, log_p.exp() * (log_p - log_q)
+        )  # classes nobody may name: 0, not 0 · ∞
     if isinstance(likelihood, Bernoulli):
-        return Independent(BernoulliDistribution(logits=out), 1)
+        terms = kl_divergence(BernoulliDistribution(logits=p), BernoulliDistribution(logits=q))
+        return terms if allowed is None else terms * F.pad(allowed, (0, p.shape[-1] - allowed.shape[-1]))
     if isinstance(likelihood, Gaussian):
-        return Independent(Normal(out, likelihood.variance**0.5), out.dim() - 1)
-    raise TypeError(f"No distribution is known for {likelihood}.")
+        return (p - q).square() / (2 * likelihood.variance)
+    raise TypeError(f"No divergence is known for {likelihood}.")

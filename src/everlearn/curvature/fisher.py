@@ -121,19 +121,26 @@ def from_adam(model: nn.Module, optimizer: Optimizer) -> Diagonal:
         model: whose parameters are named.
         optimizer: an Adam, AdamW or RMSprop that has trained it.
     """
+    decays = {id(p): _decay(group) for group in optimizer.param_groups for p in group["params"]}
     values: Params = {}
     for name, p in named(model).items():
         state = optimizer.state.get(p, {})
         second = state.get("exp_avg_sq", state.get("square_avg"))
         if second is None:
-            raise ValueError(
-                f"{type(optimizer).__name__} holds no second moment for {name!r}: give the Adam, AdamW or RMSprop that "
-                "trained this model, after at least one step."
-            )
-        beta = optimizer.param_groups[0].get("betas", (0, None))[1]
-        correction = 1 if beta is None else 1 - beta ** float(state["step"])
-        values[name] = second.detach() / correction
+            values[name] = torch.zeros_like(p)  # never trained, so nothing depends on it yet
+        else:
+            values[name] = second.detach() / (1 - decays[id(p)] ** float(state["step"]))
+    if not any(v.any() for v in values.values()):
+        raise ValueError(
+            f"{type(optimizer).__name__} holds no second moments of this model: give the Adam, AdamW or RMSprop that trained "
+            "it, after at least one step."
+        )
     return Diagonal(values)
+
+
+def _decay(group: dict[str, Any]) -> float:
+    """Of the running average of squared gradients: Adam's second beta, RMSprop's alpha."""
+    return float(group["betas"][1] if "betas" in group else group.get("alpha", 0.0))
 
 
 def _diagonal(statistic: Any, examples: int, draws: int) -> Diagonal:
@@ -148,11 +155,15 @@ def _kronecker(statistic: Any, examples: int, draws: int) -> Kronecker:
     }
     covered = {*layers, *statistic.biases.values()}
     rest = Diagonal({n: v for n, v in statistic.rest.sums.items() if n not in covered})
-    return Kronecker(layers, dict(statistic.biases), rest * (1 / (examples * draws)))
+    shapes = {weight: statistic.shapes[weight] for weight in layers if len(statistic.shapes[weight]) > 2}
+    return Kronecker(layers, dict(statistic.biases), rest * (1 / (examples * draws)), shapes)
 
 
 def _full(statistic: Any, examples: int, draws: int) -> Full:
-    return Full(statistic.shapes, statistic.rows, statistic.matrix) * (1 / (examples * draws))
+    rows = statistic.rows
+    if rows is None and statistic.matrix is None:  # not a single direction: the prediction cannot change
+        rows = torch.zeros(1, sum(torch.Size(s).numel() for s in statistic.shapes.values()))
+    return Full(statistic.shapes, rows, statistic.matrix) * (1 / (examples * draws))
 
 
 STRUCTURES: dict[str, tuple[Callable[[Params], Statistic], Callable[[Any, int, int], Form]]] = {

@@ -44,6 +44,8 @@ class Full:
 
     def quad(self, delta: Params) -> Tensor:
         """δᵀ F δ; a parameter that δ leaves out has not moved."""
+        if not self.shapes:
+            return torch.zeros(())
         v = self._vector(delta)
         return v @ self.matrix @ v if self.matrix is not None else (self._rows() @ v).square().sum()
 

@@ -33,17 +33,19 @@ class Kronecker:
         layers: a list of pairs for each weight.
         biases: the name of the bias that goes with a weight.
         rest: all other parameters.
+        shapes: of weights that are not matrices.
     """
 
     layers: dict[str, list[Pair]] = field(default_factory=dict)
     biases: dict[str, str] = field(default_factory=dict)
     rest: Diagonal = field(default_factory=Diagonal)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def quad(self, delta: Params) -> Tensor:
         """δᵀ F δ over the parameters both know."""
         total = self.rest.quad(delta)
         for weight, pairs in self.layers.items():
-            if weight in delta:
+            if weight in delta or self.biases.get(weight) in delta:
                 d = self._matrix(weight, delta)
                 total = total + sum((d * (g @ d @ a)).sum() for a, g in pairs)
         return total
@@ -57,22 +59,26 @@ class Kronecker:
             manner: "eigenbasis" is exact; "factored" damps A and G apart (Martens & Grosse, 2015), which is cheaper where
                 factors change often and is another matrix. A sum of several pairs is solved by conjugate gradients.
         """
+        if manner not in ("eigenbasis", "factored"):
+            raise ValueError(f"manner: got {manner!r}, allowed: 'eigenbasis', 'factored'.")
         solved = self.rest.solve({n: v for n, v in vector.items() if n in self.rest.values}, damping)
         for weight, pairs in self.layers.items():
+            if weight not in vector and self.biases.get(weight) not in vector:
+                continue
             v = self._matrix(weight, vector)
             if len(pairs) > 1:
                 x = _conjugate_gradients(pairs, v, damping)
             else:
                 x = _factored(pairs[0], v, damping) if manner == "factored" else _eigenbasis(pairs[0], v, damping)
-            solved |= self._params(weight, x, vector)
+            solved |= self._params(weight, x)
         return {n: solved[n] for n in vector}
 
     def diagonal(self) -> Params:
-        """The diagonal by name; weights as matrices [outputs, inputs]."""
+        """The diagonal by name."""
         values = dict(self.rest.values)
         for weight, pairs in self.layers.items():
             d = torch.stack([torch.outer(g.diagonal(), a.diagonal()) for a, g in pairs]).sum(0)
-            values |= self._params(weight, d, {})
+            values |= self._params(weight, d)
         return values
 
     def trace(self) -> float:
@@ -81,23 +87,24 @@ class Kronecker:
 
     def __add__(self, other: Kronecker) -> Kronecker:
         biases = {**self.biases, **other.biases}
-        return Kronecker(merged(self.layers, other.layers, add), biases, self.rest + other.rest)
+        shapes = {**self.shapes, **other.shapes}
+        return Kronecker(merged(self.layers, other.layers, add), biases, self.rest + other.rest, shapes)
 
     def __mul__(self, scale: float) -> Kronecker:
         layers = {w: [Pair(a, g * scale) for a, g in pairs] for w, pairs in self.layers.items()}
-        return Kronecker(layers, self.biases, self.rest * scale)
+        return Kronecker(layers, self.biases, self.rest * scale, self.shapes)
 
     __rmul__ = __mul__
 
     def mixed(self, other: Kronecker, decay: float) -> Kronecker:
         """The running average of the factors, decay · own + (1 - decay) · other, which stays one pair per layer."""
-        layers = {
-            w: [
-                Pair(*(decay * mine + (1 - decay) * new for mine, new in zip(self.layers[w][0], pairs[0], strict=True)))
-            ]
-            for w, pairs in other.layers.items()
-        }
-        return Kronecker(layers, other.biases, self.rest * decay + other.rest * (1 - decay))
+
+        def mix(own: list[Pair], new: list[Pair]) -> list[Pair]:
+            return [Pair(*(decay * a + (1 - decay) * b for a, b in zip(own[0], new[0], strict=True)))]
+
+        biases, shapes = {**self.biases, **other.biases}, {**self.shapes, **other.shapes}
+        rest = self.rest * decay + other.rest * (1 - decay)
+        return Kronecker(merged(self.layers, other.layers, mix), biases, rest, shapes)
 
     def state_dict(self) -> dict[str, Any]:
         """For saving."""
@@ -105,6 +112,7 @@ class Kronecker:
             "layers": {w: [list(pair) for pair in pairs] for w, pairs in self.layers.items()},
             "biases": dict(self.biases),
             "rest": self.rest.state_dict(),
+            "shapes": {w: list(s) for w, s in self.shapes.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -112,22 +120,24 @@ class Kronecker:
         self.layers = {w: [Pair(*pair) for pair in pairs] for w, pairs in state["layers"].items()}
         self.biases = dict(state["biases"])
         self.rest.load_state_dict(state["rest"])
+        self.shapes = {w: tuple(s) for w, s in state["shapes"].items()}
 
     def _matrix(self, weight: str, values: Params) -> Tensor:
-        """A layer's values as [outputs, inputs], with the bias (or zeros for it) as the last column."""
-        d = values[weight].flatten(1)
+        """A layer's values as [outputs, inputs], with the bias as the last column; what is not given is zero."""
+        inputs, outputs = self.layers[weight][0]
+        width = len(inputs) - (weight in self.biases)
+        d = values[weight].reshape(len(outputs), -1) if weight in values else outputs.new_zeros(len(outputs), width)
         if weight not in self.biases:
             return d
         bias = values.get(self.biases[weight])
         return torch.cat([d, (d.new_zeros(len(d)) if bias is None else bias)[:, None]], 1)
 
-    def _params(self, weight: str, matrix: Tensor, like: Params) -> Params:
-        if weight in self.biases:
-            bias = {self.biases[weight]: matrix[:, -1]}
-            matrix = matrix[:, :-1]
-        else:
-            bias = {}
-        return {weight: matrix.reshape(like[weight].shape) if weight in like else matrix, **bias}
+    def _params(self, weight: str, matrix: Tensor) -> Params:
+        """The parameters of such a matrix."""
+        width = matrix.shape[1] - (weight in self.biases)
+        own = matrix[:, :width]
+        found = {weight: own.reshape(self.shapes[weight]) if weight in self.shapes else own}
+        return found | ({self.biases[weight]: matrix[:, -1]} if weight in self.biases else {})
 
 
 def _eigenbasis(pair: Pair, v: Tensor, damping: float) -> Tensor:

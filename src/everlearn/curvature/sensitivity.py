@@ -26,6 +26,7 @@ def sensitivity(model: nn.Module, data: Any, norm: Norm = "squared", chunk: int 
         vector:   Ωᵢ = mean of Σ over outputs c of |∂ f_c(x) / ∂θᵢ|, a backward pass per output
         local:    as squared, for each layer apart: its input given, its output as the next layer receives it (Hebb's rule)
 
+    In the local form a skip connection carries what a later layer hands on back to the layers before it.
     Absolute values are taken per example, so the result does not depend on the batch size. Only outputs that the task
     allows count. The authors' code sums the vector form over outputs as here, where the paper writes a norm.
 
@@ -50,7 +51,7 @@ def sensitivity(model: nn.Module, data: Any, norm: Norm = "squared", chunk: int 
         for batch in task.examples(chunk):
             here = batch if device.type == "cpu" else batch.to(device)
             if norm == "local":
-                unseen = engine.update_locally(here.x, magnitudes)
+                unseen = engine.update_locally(here.x, partial(_allowed, here), magnitudes)
             else:
                 engine.update(here.x, partial(_squared if norm == "squared" else _vector, here), magnitudes)
             examples += len(batch)
@@ -64,11 +65,11 @@ def sensitivity(model: nn.Module, data: Any, norm: Norm = "squared", chunk: int 
 
 
 def _squared(batch: Batch, out: Tensor) -> Iterator[Tensor]:
-    yield 2 * out * _allowed(out, batch)
+    yield 2 * out * _allowed(batch, out)
 
 
 def _vector(batch: Batch, out: Tensor) -> Iterator[Tensor]:
-    ok = _allowed(out, batch).expand_as(out)
+    ok = _allowed(batch, out).expand_as(out)
     for c in range(out[0].numel()):
         s = torch.zeros_like(out).flatten(1)
         s[:, c] = ok.flatten(1)[:, c]
@@ -76,7 +77,7 @@ def _vector(batch: Batch, out: Tensor) -> Iterator[Tensor]:
             yield s.view_as(out)
 
 
-def _allowed(out: Tensor, batch: Batch) -> Tensor:
+def _allowed(batch: Batch, out: Tensor) -> Tensor:
     rows = batch.allowed_rows
     if rows is None:
         return out.new_ones(())

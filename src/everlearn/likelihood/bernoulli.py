@@ -25,7 +25,7 @@ class Bernoulli(Likelihood):
     def loss(self, out: Tensor, y: Tensor, allowed: Tensor | None = None) -> Tensor:
         """Binary cross-entropy summed over the allowed labels, averaged over examples."""
         each = F.binary_cross_entropy_with_logits(out, y, reduction="none")
-        return (each if allowed is None else each * allowed).sum() / len(out)
+        return _only(each, allowed).sum() / len(out)
 
     def score(self, out: Tensor, y: Tensor, allowed: Tensor | None = None) -> Tensor:
         """Share of the allowed labels that are right."""
@@ -74,4 +74,6 @@ class Bernoulli(Likelihood):
 
 
 def _only(values: Tensor, allowed: Tensor | None) -> Tensor:
-    return values if allowed is None else values * allowed
+    if allowed is None:
+        return values
+    return values * F.pad(allowed, (0, values.shape[-1] - allowed.shape[-1]))  # outputs no task uses yet have no part

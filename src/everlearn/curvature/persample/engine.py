@@ -32,11 +32,21 @@ Cotangents = Callable[[Tensor], Iterable[Tensor]]
 
 
 class Plan(NamedTuple):
-    """What the probe found: every operation's kind, names and layout, in order, and what must go the general way."""
+    """What the probe found.
 
-    operations: list[tuple[type[Operation], dict[str, str], Layout]]
+    Args:
+        operations: every operation's kind, names, layout and rows per example, in order.
+        uses: how often each parameter is used.
+        general: the parameters that must go the general way.
+        pairs: the weights with Kronecker factors, and the bias (or None) that goes with each.
+        shapes: of one example's inputs.
+    """
+
+    operations: list[tuple[type[Operation], dict[str, str], Layout, int]]
     uses: Counter[str]
     general: set[str]
+    pairs: dict[str, str | None]
+    shapes: list[torch.Size]
 
 
 class PerExample:
@@ -61,11 +71,8 @@ class PerExample:
             cotangents: from the outputs, the vectors s for each of which the gradients of Σ s·output are taken.
             statistic: what receives them.
         """
-        plan = self._plan(x)
-        try:
-            tapped = None if plan.general >= set(self.parameters) else self._tapped(x, statistic, plan)
-        except _Changed:
-            plan, tapped = plan._replace(general=set(self.parameters)), None
+        plan, tapped = self._start(x, statistic)
+        statistic.begin_chunk(plan.pairs)
         with torch.no_grad():
             out = _checked(tapped.outputs[-1] if tapped else self.model(x), x)
         columns = iter(cotangents(out.detach()))
@@ -80,49 +87,69 @@ class PerExample:
             column = following
         statistic.end_chunk()
 
-    def update_locally(self, x: Any, statistic: Statistic) -> set[str]:
+    def update_locally(self, x: Any, mask: Callable[[Tensor], Tensor], statistic: Statistic) -> set[str]:
         """Take in a chunk of examples, each layer for itself: the gradients of the squared length of what a linear or
         convolutional layer hands to the next, its own input held fixed. Returns the parameters it could not see.
+
+        Args:
+            x: their inputs.
+            mask: from the outputs, which of them count.
+            statistic: what receives the gradients.
         """
-        plan = self._plan(x)
-        tapped = self._tapped(x, statistic, plan, cut=True)
-        tapped.backward([2 * out.detach() for out in tapped.outputs], last=True)
+        plan, tapped = self._start(x, statistic, cut=True)
+        if tapped is not None:
+            *between, out = (o.detach() for o in tapped.outputs)
+            tapped.backward([*(2 * b for b in between), 2 * out * mask(out)], last=True)
         statistic.end_backward()
         statistic.end_chunk()
         return plan.general
 
+    def _start(self, x: Any, statistic: Statistic, cut: bool = False) -> tuple[Plan, _Tapped | None]:
+        """A plan and the tapped forward pass it allows; a model that has changed its ways is probed again, once."""
+        for _ in range(2):
+            plan = self._plan(x)
+            try:
+                return plan, None if plan.general >= set(self.parameters) else self._tapped(x, statistic, plan, cut)
+            except _Changed:
+                self.plan = None
+        return self._all_general(), None
+
+    def _all_general(self) -> Plan:
+        return Plan([], Counter(), set(self.parameters), {}, [])
+
     def _plan(self, x: Any) -> Plan:
         if self.plan is None and _length(x) == 1:
-            return self._probe_one(x)
+            return self._probe([x])
         if self.plan is None:
-            self.plan = self._probe(_rows(x, [0, _length(x) // 2]))
+            other = _unlike_the_first(x)
+            self.plan = self._probe([_rows(x, [0, other]), _rows(x, [0]), _rows(x, [other])])
         return self.plan
 
-    def _probe(self, pair: Any) -> Plan:
-        """Find the examples in every operation on two of them, and confirm the result with ordinary gradients."""
-        together, first, second = (self._record(_rows(pair, rows)) for rows in ([0, 1], [0], [1]))
-        _refuse_mixing(together.out, first.out, second.out)
-        kinds = [[(type(o), o.names) for o in record.operations] for record in (together, first, second)]
-        if kinds[0] != kinds[1] or kinds[0] != kinds[2]:
-            return Plan([], Counter(), set(self.parameters))
-        general = together.unknown | first.unknown | second.unknown
+    def _probe(self, inputs: list[Any]) -> Plan:
+        """Find the examples in every operation, given two together and each alone, and confirm with ordinary gradients.
+
+        A single example is everywhere in its tensors; a plan made from one is not kept.
+        """
+        records = [self._record(x) for x in inputs]
+        first = records[0]
+        if len(records) > 1:
+            _refuse_mixing(*(record.out for record in records))
+        kinds = [[(type(o), o.names) for o in record.operations] for record in records]
+        if any(k != kinds[0] for k in kinds) or any(record.reorders for record in records):
+            return self._all_general()
+        general = set().union(*(record.unknown for record in records))
         operations = []
-        for joint, *alone in zip(together.operations, first.operations, second.operations, strict=True):
-            layout = _find_layout(joint, alone)
+        for joint, *alone in zip(*(record.operations for record in records), strict=True):
+            layout = _find_layout(joint, alone) if alone else Layout(0)
             if layout is None:
                 general |= set(joint.names.values())
-            operations.append((type(joint), joint.names, layout or Layout(0)))
-        uses = Counter(name for operation in together.operations for name in operation.names.values())
-        plan = Plan(operations, uses, general)
-        return plan._replace(general=general | self._unconfirmed(pair, together.out, plan))
-
-    def _probe_one(self, x: Any) -> Plan:
-        """A single example is everywhere in its tensors; a plan for it says nothing about more."""
-        record = self._record(x)
-        operations = [(type(o), o.names, Layout(0)) for o in record.operations]
-        uses = Counter(name for operation in record.operations for name in operation.names.values())
-        plan = Plan(operations, uses, set(record.unknown))
-        return plan._replace(general=plan.general | self._unconfirmed(x, record.out, plan))
+            rows = joint.x.shape[layout.axis] // len(first.out) if layout and joint.x.dim() else 1
+            operations.append((type(joint), joint.names, layout or Layout(0), rows))
+        uses = Counter(name for operation in first.operations for name in operation.names.values())
+        shapes = [v.shape[1:] for v in tree_leaves(inputs[0])]
+        plan = Plan(operations, uses, general, {}, shapes)
+        general = general | self._unconfirmed(inputs[0], first.out, plan)
+        return plan._replace(general=general, pairs=_kronecker_pairs(first.operations, uses, general))
 
     def _record(self, x: Any) -> _Record:
         met: list[tuple[Operation, int]] = []
@@ -137,7 +164,7 @@ class PerExample:
         with torch.enable_grad(), Tap(self.parameters, meet) as tap:  # nothing needs a gradient, so no graph is made
             out = _checked(self.model(x), x)
         changed = {n for o, version in met if o.x._version != version for n in o.names.values()}
-        return _Record([operation for operation, _ in met], out, tap.unknown | changed)
+        return _Record([operation for operation, _ in met], out, tap.unknown | changed, tap.reorders)
 
     def _unconfirmed(self, some: Any, out: Tensor, plan: Plan) -> set[str]:
         """Parameters whose squared gradients, summed over these examples, are not what ordinary gradients give."""
@@ -149,26 +176,33 @@ class PerExample:
             return set(self.parameters)
         squares.end_chunk()
         truth = Elementwise(self.parameters)
+        met: set[str] = set()
         for i in range(len(out)):
-            self._one_by_one(_rows(some, [i]), s[i : i + 1], truth, set(self.parameters))
+            met |= self._one_by_one(_rows(some, [i]), s[i : i + 1], truth, set(self.parameters))
         return {
             name
             for name, right in truth.sums.items()
             if not _close(squares.sums[name], right, self.parameters[name].dtype)
+            or (name in met and name not in plan.uses)  # autograd met a use that no tap saw, perhaps asleep just now
         }
 
     def _tapped(self, x: Any, statistic: Statistic, plan: Plan, cut: bool = False) -> _Tapped:
         """A forward pass whose backward passes feed the statistic; ``cut`` takes every layer's input as given."""
         examples, expected, between = _length(x), iter(plan.operations), list[Tensor]()
+        same_shape = [v.shape[1:] for v in tree_leaves(x)] == plan.shapes
         root = torch.zeros((), requires_grad=True)  # what backward passes run towards, through no parameter
         tapped = _Tapped(root, [], statistic, plan, defaultdict(list))
 
         def meet(operation: Operation, call: Any, args: Any, kwargs: Any) -> Any:
-            kind, names, operation.layout = next(expected, (None, {}, Layout(0)))
+            kind, names, operation.layout, rows = next(expected, (None, {}, Layout(0), 1))
             if kind is not type(operation) or names != operation.names:
                 raise _Changed
             if plan.general.issuperset(names.values()):
                 return call(*args, **kwargs)
+            if not isinstance(operation, (Broadcast, Expansion)):
+                length = operation.x.shape[operation.layout.axis]
+                if length % examples or ((rows == 1 or same_shape) and length != rows * examples):
+                    raise _Changed
             if isinstance(operation, Broadcast):
                 copies = operation.copies(args[operation.place], examples)
                 args = (
@@ -178,7 +212,7 @@ class PerExample:
                 )
                 return call(*args, **kwargs)
             if cut and operation.factorable:
-                if operation.x.requires_grad:
+                if operation.x.requires_grad and not any(operation.x is b for b in between):
                     between.append(operation.x)
                 args = tuple(a.detach() if a is operation.x else a for a in args)
             operation.x = operation.x.detach()
@@ -211,15 +245,18 @@ class PerExample:
                     self._one_by_one(_rows(part, [k]), s[k : k + 1], statistic, names)
             else:
                 for name, g in gradients.items():
-                    statistic.add(name, g)
+                    statistic.add(name, g.contiguous())  # a zero gradient comes as one number expanded
 
-    def _one_by_one(self, x: Any, s: Tensor, statistic: Statistic, names: set[str]) -> None:
-        """The ordinary gradient of a single example."""
+    def _one_by_one(self, x: Any, s: Tensor, statistic: Statistic, names: set[str]) -> set[str]:
+        """The ordinary gradient of a single example; returns the parameters it depends on."""
         some = {n: p.detach().requires_grad_() for n, p in self.parameters.items() if n in names}
         with torch.enable_grad():
             out = functional_call(self.model, some, (x,))
-        for name, g in zip(some, torch.autograd.grad(out, list(some.values()), s, allow_unused=True), strict=True):
-            statistic.add(name, torch.zeros_like(some[name])[None] if g is None else g[None])
+        found = torch.autograd.grad(out, list(some.values()), s, allow_unused=True)
+        for (name, p), g in zip(some.items(), found, strict=True):
+            dense = torch.zeros_like(p) if g is None else g.to_dense() if g.is_sparse else g
+            statistic.add(name, dense[None])
+        return {name for name, g in zip(some, found, strict=True) if g is not None}
 
 
 class _Changed(Exception):
@@ -230,6 +267,7 @@ class _Record(NamedTuple):
     operations: list[Operation]
     out: Tensor
     unknown: set[str]
+    reorders: bool
 
 
 class _Tapped(NamedTuple):
@@ -296,6 +334,27 @@ def untouched(model: nn.Module) -> Iterator[None]:
             p.requires_grad_(True)
         for module, mode in modes.items():
             module.training = mode
+
+
+def _kronecker_pairs(operations: list[Operation], uses: Counter[str], general: set[str]) -> dict[str, str | None]:
+    """The weights that have factors; a bias goes with its weight if it is used with it and with nothing else."""
+    by_weight: dict[str, list[Operation]] = defaultdict(list)
+    for operation in operations:
+        if "weight" in operation.names:
+            by_weight[operation.names["weight"]].append(operation)
+    pairs: dict[str, str | None] = {}
+    for weight, used in by_weight.items():
+        if weight not in general and len(used) == uses[weight] and all(o.factorable for o in used):
+            biases = {o.names.get("bias") for o in used}
+            bias = biases.pop() if len(biases) == 1 else None
+            pairs[weight] = None if bias in general or bias is None or uses[bias] != len(used) else bias
+    return pairs
+
+
+def _unlike_the_first(x: Any) -> int:
+    """An example that differs from the first, if there is one: two that are alike would hide a mixing of examples."""
+    differs = torch.stack([(v != v[:1]).reshape(len(v), -1).any(1).cpu() for v in tree_leaves(x)]).any(0)
+    return int(differs.nonzero()[0]) if differs.any() else _length(x) // 2
 
 
 def _find_layout(joint: Operation, alone: list[Operation]) -> Layout | None:

@@ -24,6 +24,9 @@ class Use(NamedTuple):
 class Statistic(Protocol):
     """Takes per-example gradients, a parameter at a time."""
 
+    def begin_chunk(self, pairs: dict[str, str | None]) -> None:
+        """A chunk begins; ``pairs`` are the weights that have Kronecker factors, with the biases that go with them."""
+
     def arrive(self, name: str, uses: list[Use]) -> None:
         """All uses of a parameter in one backward pass, of all examples of a chunk."""
 
@@ -49,6 +52,9 @@ class Elementwise:
         self._f = torch.square if squared else torch.abs
         self._in_place = torch.square_ if squared else torch.abs_
         self._waiting: dict[str, tuple[Tensor, Tensor, bool]] = {}
+
+    def begin_chunk(self, pairs: dict[str, str | None]) -> None:
+        """Nothing to do."""
 
     def arrive(self, name: str, uses: list[Use]) -> None:
         """By the cheapest way the operation offers."""
@@ -95,6 +101,9 @@ class InFull:
         self.matrix: Tensor | None = None
         self._parts: dict[str, list[Tensor]] = {}
 
+    def begin_chunk(self, pairs: dict[str, str | None]) -> None:
+        """Nothing to do."""
+
     def arrive(self, name: str, uses: list[Use]) -> None:
         """All of them at once."""
         self.add(name, torch.cat(list(blocks(uses))))
@@ -138,13 +147,21 @@ class KroneckerFactors:
         self.outputs: Params = {}
         self.biases: dict[str, str] = {}
         self.rest = Elementwise(parameters)
+        self.shapes = {name: tuple(p.shape) for name, p in parameters.items()}
+        self._pairs: dict[str, str | None] = {}
         self._seen: set[str] = set()
+
+    def begin_chunk(self, pairs: dict[str, str | None]) -> None:
+        """Which weights have factors."""
+        self._pairs = pairs
 
     def arrive(self, name: str, uses: list[Use]) -> None:
         """Factors for a weight, which cover its bias; squares for the rest."""
-        if not all(use.operation.factorable for use in uses):
+        if name in self._pairs.values():
+            return
+        if name not in self._pairs:
             self.rest.arrive(name, uses)
-        elif uses[0].role == "weight":
+        else:
             d = torch.cat([use.operation.output_rows(use.pieces) for use in uses])
             d = d.to(wide(d))
             self.outputs[name] = self.outputs.get(name, 0) + d.t() @ d
@@ -154,7 +171,7 @@ class KroneckerFactors:
 
     def _add_inputs(self, name: str, uses: list[Use]) -> None:
         operation, examples = uses[0].operation, len(uses[0].pieces[0])
-        features, bias = operation.features, operation.names.get("bias")
+        features, bias = operation.features, self._pairs[name]
         if name not in self.inputs:
             size = features + (bias is not None)
             self.inputs[name] = operation.x.new_zeros(size, size, dtype=wide(operation.x))

@@ -55,6 +55,7 @@ class Tap(TorchFunctionMode):
     def __init__(self, parameters: Params, meet: Handle) -> None:
         super().__init__()
         self.meet, self.unknown = meet, set[str]()
+        self.reorders = False  # whether the data decide which rows go where, so that a probe says nothing about others
         self._known = {id(p): (name, False) for name, p in parameters.items()}  # False: as it is, True: transposed
         self._alive: list[Tensor] = []  # transposed views, kept so that their ids stay theirs
 
@@ -62,6 +63,7 @@ class Tap(TorchFunctionMode):
         kwargs = kwargs or {}
         met = {self._known[id(t)][0] for t in _tensors((args, kwargs)) if id(t) in self._known}
         if not met:
+            self.reorders = self.reorders or _reorders(func, args)
             return func(*args, **kwargs)
         if not torch.is_grad_enabled():  # inside a custom function: its backward pass is not made of what is seen here
             self.unknown |= met
@@ -205,6 +207,16 @@ NORMS: dict[Call, tuple[str, ...]] = {  # their arguments after the input
     F.group_norm: ("num_groups", "weight", "bias", "eps"),
     F.batch_norm: ("running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
 }
+
+
+PICKS = {
+    *(torch.index_select, Tensor.index_select, torch.masked_select, Tensor.masked_select),
+    *(torch.gather, Tensor.gather, torch.take_along_dim, Tensor.take_along_dim),
+}
+
+
+def _reorders(func: Call, args: tuple[Any, ...]) -> bool:
+    return func in PICKS or (func is Tensor.__getitem__ and any(t.dim() for t in _tensors(args[1:])))
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
