@@ -124,6 +124,7 @@ def nngeometry_contenders():
 
     def run(model, x, y, size, make, representation, **settings):
         loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=size)
+        model = copy.deepcopy(model)  # hooks stay on it when it fails
         form = make(model, loader, representation, device="cpu", **settings)
         return unpack(model, form.get_diag() if representation is PMatDiag else None)
 

@@ -1,5 +1,6 @@
 import copy
 import gc
+import pickle
 import weakref
 
 import pytest
@@ -213,6 +214,7 @@ def test_the_optimizer_is_let_go_with_its_hook_and_knows_its_own_model():
     assert optimizer._inputs is None, "the copy's inputs are not the model's"
     with pytest.raises(TypeError, match="belongs to its model"):
         copy.deepcopy(optimizer)
+    pickle.loads(pickle.dumps(model))(x)
     alive = weakref.ref(optimizer)
     del optimizer
     gc.collect()
@@ -251,6 +253,8 @@ def test_errors_say_what_to_do():
         NaturalGradient(model, lr=-1.0)
     with pytest.raises(ValueError, match="kl_clip must be above 0"):
         NaturalGradient(model, kl_clip=0.0)
+    with pytest.raises(TypeError, match="takes the model, not its parameters"):
+        NaturalGradient(model.parameters())
     with pytest.raises(ValueError, match="an optimizer never sees"):
         NaturalGradient(model, labels="true")
     optimizer = NaturalGradient(model)

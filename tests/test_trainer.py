@@ -9,7 +9,7 @@ from torch import nn
 import everlearn
 from everlearn import L2, Gaussian, Method, Task, evaluate, nets, run, streams, train
 
-X = torch.randn(64, 5)
+X = torch.randn(64, 5, generator=torch.Generator().manual_seed(0))
 Y = (X[:, 0] > 0).long()
 
 
@@ -80,7 +80,7 @@ def test_a_scheduler_steps_with_the_optimizer():
 
 def test_bfloat16_trains_in_float32_weights():
     model = linear()
-    train(model, Method(), (X, Y), optimizer=sgd, epochs=20, precision="bfloat16")
+    train(model, Method(), (X, Y), optimizer=sgd, epochs=100, precision="bfloat16")
     assert model.weight.dtype == torch.float32
     assert evaluate(model, Method(), [Task(None, (X, Y))])[0] > 0.85
 

@@ -241,6 +241,8 @@ def _as_rows(batch: Any, marked: bool = False) -> Rows:
         if not labels.dim():
             raise TypeError("The data come one example at a time, not in batches: give the DataLoader a batch_size.")
         return tree_map(_tensor, x), labels, _tensor(t[0]) if t else None
+    if isinstance(batch, (tuple, list)) and len(batch) == 1:  # inputs alone, as a TensorDataset gives them
+        return tree_map(_tensor, batch[0]), None, None
     if isinstance(batch, (Tensor, np.ndarray)):
         return _tensor(batch), None, None
     kind = f"{len(batch)} parts" if isinstance(batch, (tuple, list)) else f"a {type(batch).__name__}"

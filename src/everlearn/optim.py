@@ -68,6 +68,8 @@ class NaturalGradient(Optimizer):
         likelihood: Likelihood | None = None,
         factored: bool = False,
     ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError("NaturalGradient takes the model, not its parameters: NaturalGradient(model, lr=…).")
         if lr <= 0 or damping < 0 or not 0 <= momentum < 1 or not 0 <= decay < 1 or update_every < 1:
             raise ValueError(
                 "NaturalGradient needs lr > 0, damping >= 0, momentum and decay from 0 to below 1, update_every >= 1; got "
@@ -88,7 +90,7 @@ class NaturalGradient(Optimizer):
         self._estimate = FisherEstimator(model, labels, structure, likelihood)
         self._inputs: Any = None
         self._estimating = False
-        self._hook = unwrap(model).register_forward_pre_hook(_noting(weakref.ref(self)), with_kwargs=True)
+        self._hook = unwrap(model).register_forward_pre_hook(_Noting(weakref.ref(self)), with_kwargs=True)
         weakref.finalize(self, self._hook.remove)
 
     def note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -178,11 +180,15 @@ class NaturalGradient(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Torch's, with the curvature and the number of steps."""
         held = None if self.curvature is None else self.curvature.state_dict()
-        return {**super().state_dict(), "curvature": held, "steps": self.steps}
+        return {**super().state_dict(), "curvature": held, "steps": self.steps, "structure": self.structure}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where the state was taken."""
+        """Go on where the state was taken, by an optimizer made with the same arguments."""
         state = dict(state_dict)
+        if (structure := state.pop("structure")) != self.structure:
+            raise ValueError(
+                f"This state has structure={structure!r}, this optimizer {self.structure!r}: make it alike."
+            )
         held, self.steps = state.pop("curvature"), state.pop("steps")
         super().load_state_dict(state)
         if held is None:
@@ -193,11 +199,15 @@ class NaturalGradient(Optimizer):
             self.curvature.load_state_dict(held)
 
 
-def _noting(optimizer: weakref.ref[NaturalGradient]) -> Callable[..., None]:
-    """A hook that does not keep the optimizer alive."""
+class _Noting:
+    """A hook that does not keep the optimizer alive, and that is forgotten when the model is pickled."""
 
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if (alive := optimizer()) is not None:
+    def __init__(self, optimizer: weakref.ref[NaturalGradient] | None = None) -> None:
+        self.optimizer = optimizer
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.optimizer is not None and (alive := self.optimizer()) is not None:
             alive.note(module, args, kwargs)
 
-    return hook
+    def __reduce__(self) -> tuple[type[_Noting], tuple[()]]:
+        return _Noting, ()

@@ -154,6 +154,43 @@ def test_allowed_classes_are_all_there_is(labels):
     assert (found.values["weight"][2:] == 0).all()
 
 
+def test_an_lstm_in_single_precision():
+    """Its two biases have one gradient tensor, which must not be squared twice."""
+    torch.set_default_dtype(torch.float)
+
+    class Last(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm, self.head = nn.LSTM(5, 6, batch_first=True), nn.Linear(6, 3)
+
+        def forward(self, x):
+            return self.head(self.lstm(x)[0][:, -1])
+
+    model, x = Last(), torch.randn(20, 7, 5)
+    right = mean_of(model, x, softmax_scores(model(x).detach()), torch.square)
+    for n, v in fisher(model, x).values.items():
+        torch.testing.assert_close(v, right[n], rtol=1e-3, atol=1e-7)
+
+
+def test_ignored_and_impossible_labels(linear):
+    model, x, y, _ = linear
+    ignored = torch.where(y == 0, -100, y)
+    kept = fisher(model, (x[y != 0], y[y != 0]), labels="true").trace() * int((y != 0).sum()) / N
+    assert fisher(model, (x, ignored), labels="true").trace() == pytest.approx(kept)
+    for wrong in (y - 1, y + 5):
+        with pytest.raises(ValueError, match="but the model has 4 outputs"):
+            fisher(model, (x, wrong), labels="true")
+    with pytest.raises(ValueError, match="One output is no choice"):
+        fisher(nn.Linear(D, 1), x)
+
+
+def test_unlabelled_datasets(linear):
+    model, x, _, _ = linear
+    data = torch.utils.data.TensorDataset(x)
+    for d in (data, torch.utils.data.DataLoader(data, batch_size=7)):
+        torch.testing.assert_close(fisher(model, d).values["weight"], fisher(model, x).values["weight"])
+
+
 def test_a_single_allowed_class_tells_nothing():
     model, task = nn.Linear(3, 2), Task(torch.randn(5, 3), id=0, allowed=torch.tensor([[True, False]]))
     for structure in ("diagonal", "kronecker", "full"):

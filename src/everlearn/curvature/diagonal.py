@@ -35,7 +35,7 @@ class Diagonal:
 
     def solve(self, vector: Params, damping: float = 0.0) -> Params:
         """(F + damping)⁻¹ v."""
-        return {n: v / (self.values[n] + damping) for n, v in vector.items()}
+        return finite({n: v / (self.values[n] + damping) for n, v in vector.items()}, damping)
 
     def diagonal(self) -> Params:
         """Itself, as plain tensors."""
@@ -60,6 +60,15 @@ class Diagonal:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what was saved."""
         self.values = dict(state)
+
+
+def finite(solved: Params, damping: float) -> Params:
+    """What was solved, or an error that asks for damping."""
+    if damping < 0:
+        raise ValueError(f"damping must be 0 or more, got {damping}.")
+    if not all(v.isfinite().all() for v in solved.values()):
+        raise ValueError(f"The form is singular with damping {damping}: use a larger one.")
+    return solved
 
 
 def merged(a: dict[str, Any], b: dict[str, Any], join: Callable[[Any, Any], Any]) -> dict[str, Any]:

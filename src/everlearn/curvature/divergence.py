@@ -82,6 +82,8 @@ def predictive_kl(
     """
     if direction not in ("forward", "reverse"):
         raise ValueError(f"direction: got {direction!r}, allowed: 'forward', 'reverse'.")
+    if not isinstance(delta, dict) or not set(delta) <= set(named(model)):
+        raise ValueError("delta must be a step by parameter name, a dict whose keys are names of trainable parameters.")
     inner, task, parts, count = unwrap(model), as_task(data, likelihood), [], 0
     moved = {n: p.detach() + delta[n] if n in delta else p.detach() for n, p in named(model).items()}
     device = next(iter(moved.values())).device

@@ -15,7 +15,7 @@ from everlearn.curvature.full import Full
 from everlearn.curvature.kronecker import Kronecker, Pair
 from everlearn.curvature.persample.engine import PerExample, untouched
 from everlearn.curvature.persample.statistics import Elementwise, InFull, KroneckerFactors, Statistic
-from everlearn.likelihood import Likelihood
+from everlearn.likelihood import Categorical, Likelihood
 from everlearn.params import Params, named
 from everlearn.seeds import generator
 from everlearn.stream import Batch, as_task
@@ -104,6 +104,10 @@ class FisherEstimator:
 
     def _columns(self, batch: Batch, random: torch.Generator, out: Tensor) -> Iterator[Tensor]:
         likelihood = self.likelihood or batch.likelihood
+        if isinstance(likelihood, Categorical) and out.shape[-1] == 1:
+            raise ValueError("One output is no choice between classes: use likelihood=Gaussian() or Bernoulli().")
+        if self.labels == "true" and batch.y is None:
+            raise ValueError("labels='true' needs data with labels; these have no labels: use 'exact' or 'signs'.")
         counted = likelihood.counted(batch.y)
         for _ in range(self.samples):
             for column in COLUMNS[self.labels](likelihood, out, batch, random):

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from everlearn.curvature.diagonal import Diagonal, merged
+from everlearn.curvature.diagonal import Diagonal, finite, merged
 from everlearn.params import Params
 
 Damping = Literal["eigenbasis", "factored"]
@@ -71,7 +71,7 @@ class Kronecker:
             else:
                 x = _factored(pairs[0], v, damping) if manner == "factored" else _eigenbasis(pairs[0], v, damping)
             solved |= self._params(weight, x)
-        return {n: solved[n] for n in vector}
+        return finite({n: solved[n] for n in vector}, damping)
 
     def diagonal(self) -> Params:
         """The diagonal by name."""

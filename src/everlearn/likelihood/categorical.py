@@ -81,10 +81,16 @@ class Categorical(Likelihood):
         return int(y.max()) + 1
 
     def residual(self, out: Tensor, y: Tensor, allowed: Tensor | None = None) -> Tensor:
-        """P - e_y, zero for tokens that are ignored."""
+        """The probabilities minus e_y; zero for labels that are ignored (-100)."""
+        if y.shape != out.shape[:-1]:
+            raise ValueError(_shapes(out, y))
+        if y.numel() and (((y < 0) & (y != -100)).any() or y.max() >= out.shape[-1]):
+            raise ValueError(
+                f"Labels run from {int(y.min())} to {int(y.max())} but the model has {out.shape[-1]} outputs."
+            )
         p = self.logits(out, allowed).softmax(-1)
         r = p.scatter_add(-1, y.clamp(min=0)[..., None], -torch.ones_like(p[..., :1]))
-        return r if y.dim() == 1 else r * (y != -100)[..., None]
+        return r * (y != -100)[..., None]
 
     def sample(self, out: Tensor, generator: torch.Generator, allowed: Tensor | None = None) -> Tensor:
         """A class each."""
@@ -127,8 +133,8 @@ class Categorical(Likelihood):
         return signed - p * signed.sum(-1, keepdim=True)
 
     def counted(self, y: Tensor | None) -> Tensor | None:
-        """Tokens that are not ignored."""
-        return None if y is None or y.dim() == 1 else (y != -100)[..., None]
+        """Labels that are not ignored."""
+        return None if y is None else (y != -100)[..., None]
 
 
 def _token_by_token(s: Tensor) -> Iterator[Tensor]:

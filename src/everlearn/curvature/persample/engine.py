@@ -57,6 +57,8 @@ class PerExample:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"The model must be a torch.nn.Module, got a {type(model).__name__}.")
         self.model = unwrap(model)
         self.parameters = named(model)
         self.plan: Plan | None = None
@@ -245,7 +247,7 @@ class PerExample:
                     self._one_by_one(_rows(part, [k]), s[k : k + 1], statistic, names)
             else:
                 for name, g in gradients.items():
-                    statistic.add(name, g.contiguous())  # a zero gradient comes as one number expanded
+                    statistic.add(name, g.clone(memory_format=torch.contiguous_format))  # may be shared or expanded
 
     def _one_by_one(self, x: Any, s: Tensor, statistic: Statistic, names: set[str]) -> set[str]:
         """The ordinary gradient of a single example; returns the parameters it depends on."""
@@ -254,7 +256,7 @@ class PerExample:
             out = functional_call(self.model, some, (x,))
         found = torch.autograd.grad(out, list(some.values()), s, allow_unused=True)
         for (name, p), g in zip(some.items(), found, strict=True):
-            dense = torch.zeros_like(p) if g is None else g.to_dense() if g.is_sparse else g
+            dense = torch.zeros_like(p) if g is None else g.to_dense() if g.is_sparse else g.clone()  # an LSTM shares
             statistic.add(name, dense[None])
         return {name for name, g in zip(some, found, strict=True) if g is not None}
 
@@ -376,6 +378,8 @@ def _find_layout(joint: Operation, alone: list[Operation]) -> Layout | None:
 
 
 def _refuse_mixing(together: Tensor, first: Tensor, second: Tensor) -> None:
+    if not together.isfinite().all():
+        raise FloatingPointError("The model's outputs are not finite: look for NaN in the inputs and in the weights.")
     if not (_close(together[:1], first) and _close(together[1:], second)):
         raise ValueError(
             "The output for an example depends on the other examples in its batch, so no example has a gradient of its "
@@ -396,7 +400,9 @@ def _close(a: Tensor, b: Tensor, dtype: torch.dtype | None = None) -> bool:
 def _checked(out: Any, x: Any) -> Tensor:
     if not isinstance(out, Tensor) or not out.dim() or len(out) != _length(x):
         kind = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
-        raise TypeError(f"The model must give a tensor with a row per example ({_length(x)}), it gave {kind}.")
+        raise TypeError(
+            f"The model must give a tensor with a row per example, it gave {kind}: wrap it to return the outputs alone."
+        )
     return out
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -231,26 +230,23 @@ class Norm(Operation):
     shape: tuple[int, ...]
     per_channel: bool
 
-    @cached_property
-    def normalised(self) -> Tensor:
-        """The input after the normalisation, before weight and bias."""
-        return self.normalise(self.x)
-
     def fits(self, layout: Layout) -> bool:
         """Not on the axes the parameters stand for."""
         return layout.axis == 0 if self.per_channel else layout.axis < self.x.dim() - len(self.shape)
 
-    def pieces(self, d: Tensor, examples: int) -> Pieces:
-        """The normalised input in place of the input."""
-        return self.layout.first(self.normalised, examples), self.layout.first(d, examples)
+    def block(self, shape: Sequence[int], pieces: Pieces) -> int:
+        """As many examples as fit the cache with all their places."""
+        return cache_block(pieces[0].shape[1:], pieces[0].element_size())
 
     def gradient(self, role: str, pieces: Pieces) -> Tensor:
         """Σ of d · x̂ (weight) or d (bias) over all places a parameter acts on."""
         x, d = pieces
-        product = d * x if role == "weight" else d
+        several = d.dim() - self.x.dim()  # rows per example come between the examples and the channels
+        product = d
+        if role == "weight":
+            product = d * self.normalise(x.flatten(0, several) if self.per_channel else x).view_as(x)
         if not self.per_channel:
             return product.reshape(len(d), -1, *self.shape).sum(1)
-        several = d.dim() - self.x.dim()  # rows per example come between the examples and the channels
         return product.movedim(1 + several, 1).reshape(*product.shape[:1], *self.shape, -1).sum(-1)
 
 
