@@ -14,6 +14,14 @@ def _seed():
 
 
 @pytest.fixture
+def double():
+    """Mathematics is checked in float64."""
+    torch.set_default_dtype(torch.double)
+    yield
+    torch.set_default_dtype(torch.float)
+
+
+@pytest.fixture
 def small_stream():
     return lambda scenario="task": streams.split(*_some_digits(), tasks=3, scenario=scenario, class_order=range(6))
 

@@ -13,11 +13,7 @@ from tests.reference import full_fisher, mean_of, softmax_scores
 N, C, D = 40, 4, 3
 
 
-@pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.double)
-    yield
-    torch.set_default_dtype(torch.float)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 @pytest.fixture

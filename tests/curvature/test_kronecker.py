@@ -8,12 +8,7 @@ from everlearn.curvature.kronecker import Pair
 from tests.models import make
 from tests.reference import full_fisher, softmax_scores
 
-
-@pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.double)
-    yield
-    torch.set_default_dtype(torch.float)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 def with_bias(weight, bias):

@@ -7,12 +7,7 @@ from everlearn.curvature import sensitivity
 from tests.models import MODELS, make
 from tests.reference import gradients, mean_of
 
-
-@pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.double)
-    yield
-    torch.set_default_dtype(torch.float)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from torch.func import functional_call, grad, vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
 from everlearn.curvature.persample.operations import Broadcast, Expansion, Layout, Operation
+from everlearn.curvature.persample.probe import close, find_layout, kronecker_pairs, refuse_mixing, unlike_the_first
 from everlearn.curvature.persample.statistics import Elementwise, Statistic, Use
 from everlearn.curvature.persample.tap import Tap
 from everlearn.params import Params, named, unwrap
@@ -123,7 +124,7 @@ class PerExample:
         if self.plan is None and _length(x) == 1:
             return self._probe([x])
         if self.plan is None:
-            other = _unlike_the_first(x)
+            other = unlike_the_first(x)
             self.plan = self._probe([_rows(x, [0, other]), _rows(x, [0]), _rows(x, [other])])
         return self.plan
 
@@ -135,14 +136,14 @@ class PerExample:
         records = [self._record(x) for x in inputs]
         first = records[0]
         if len(records) > 1:
-            _refuse_mixing(*(record.out for record in records))
+            refuse_mixing(*(record.out for record in records))
         kinds = [[(type(o), o.names) for o in record.operations] for record in records]
         if any(k != kinds[0] for k in kinds) or any(record.reorders for record in records):
             return self._all_general()
         general = set().union(*(record.unknown for record in records))
         operations = []
         for joint, *alone in zip(*(record.operations for record in records), strict=True):
-            layout = _find_layout(joint, alone) if alone else Layout(0)
+            layout = find_layout(joint, alone) if alone else Layout(0)
             if layout is None:
                 general |= set(joint.names.values())
             rows = joint.x.shape[layout.axis] // len(first.out) if layout and joint.x.dim() else 1
@@ -151,7 +152,7 @@ class PerExample:
         shapes = [v.shape[1:] for v in tree_leaves(inputs[0])]
         plan = Plan(operations, uses, general, {}, shapes)
         general = general | self._unconfirmed(inputs[0], first.out, plan)
-        return plan._replace(general=general, pairs=_kronecker_pairs(first.operations, uses, general))
+        return plan._replace(general=general, pairs=kronecker_pairs(first.operations, uses, general))
 
     def _record(self, x: Any) -> _Record:
         met: list[tuple[Operation, int]] = []
@@ -184,7 +185,7 @@ class PerExample:
         return {
             name
             for name, right in truth.sums.items()
-            if not _close(squares.sums[name], right, self.parameters[name].dtype)
+            if not close(squares.sums[name], right, self.parameters[name].dtype)
             or (name in met and name not in plan.uses)  # autograd met a use that no tap saw, perhaps asleep just now
         }
 
@@ -336,65 +337,6 @@ def untouched(model: nn.Module) -> Iterator[None]:
             p.requires_grad_(True)
         for module, mode in modes.items():
             module.training = mode
-
-
-def _kronecker_pairs(operations: list[Operation], uses: Counter[str], general: set[str]) -> dict[str, str | None]:
-    """The weights that have factors; a bias goes with its weight if it is used with it and with nothing else."""
-    by_weight: dict[str, list[Operation]] = defaultdict(list)
-    for operation in operations:
-        if "weight" in operation.names:
-            by_weight[operation.names["weight"]].append(operation)
-    pairs: dict[str, str | None] = {}
-    for weight, used in by_weight.items():
-        if weight not in general and len(used) == uses[weight] and all(o.factorable for o in used):
-            biases = {o.names.get("bias") for o in used}
-            bias = biases.pop() if len(biases) == 1 else None
-            pairs[weight] = None if bias in general or bias is None or uses[bias] != len(used) else bias
-    return pairs
-
-
-def _unlike_the_first(x: Any) -> int:
-    """An example that differs from the first, if there is one: two that are alike would hide a mixing of examples."""
-    differs = torch.stack([(v != v[:1]).reshape(len(v), -1).any(1).cpu() for v in tree_leaves(x)]).any(0)
-    return int(differs.nonzero()[0]) if differs.any() else _length(x) // 2
-
-
-def _find_layout(joint: Operation, alone: list[Operation]) -> Layout | None:
-    """Where two examples that are known apart are found again in their common tensor; None if that is not clear."""
-    x, parts = joint.x, [operation.x for operation in alone]
-    if parts[0].shape != parts[1].shape or x.dim() != parts[0].dim():
-        return None
-    axes = [axis for axis in range(x.dim()) if x.shape[axis] != parts[0].shape[axis]]
-    if len(axes) != 1 or x.shape[axes[0]] != 2 * parts[0].shape[axes[0]]:
-        return None
-    rows = parts[0].shape[axes[0]]
-    found = []
-    for layout in (Layout(axes[0], True), Layout(axes[0], False))[: 1 if rows == 1 else 2]:
-        apart = torch.stack([layout.first(part, 1)[0] for part in parts])
-        if _close(layout.first(x, 2), apart):
-            found.append(layout)
-    good = len(found) == 1 and joint.fits(found[0]) and (rows == 1 or not isinstance(joint, (Broadcast, Expansion)))
-    return found[0] if good else None
-
-
-def _refuse_mixing(together: Tensor, first: Tensor, second: Tensor) -> None:
-    if not together.isfinite().all():
-        raise FloatingPointError("The model's outputs are not finite: look for NaN in the inputs and in the weights.")
-    if not (_close(together[:1], first) and _close(together[1:], second)):
-        raise ValueError(
-            "The output for an example depends on the other examples in its batch, so no example has a gradient of its "
-            "own: take out what mixes them (a norm over the batch, for example) or fix it in evaluation mode."
-        )
-
-
-def _close(a: Tensor, b: Tensor, dtype: torch.dtype | None = None) -> bool:
-    """Equal but for the rounding of a dtype (by default their own)."""
-    if a.shape != b.shape:
-        return False
-    if not a.is_floating_point():
-        return torch.equal(a, b)
-    rounding = max(1e-3, 20 * torch.finfo(dtype or a.dtype).eps)
-    return bool((a - b).abs().max() <= rounding * b.abs().max() + 1e-30) if a.numel() else True
 
 
 def _checked(out: Any, x: Any) -> Tensor:
