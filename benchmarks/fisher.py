@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 MODELS = {  # model, shape of an input, examples, examples per pass
     "mlp": (lambda: nets.mlp(784, 10), (784,), 8192, 256),
     "cnn": (lambda: nets.cnn((1, 28, 28), 10, norm=False), (1, 28, 28), 1024, 128),
-    "resnet": (lambda: nets.resnet((3, 32, 32), 10), (3, 32, 32), 256, 64),
+    "resnet": (lambda: nets.resnet((3, 32, 32), 10), (3, 32, 32), 512, 64),
     "transformer": (lambda: nets.transformer((32, 64), 10), (32, 64), 1024, 128),
 }
 

@@ -163,7 +163,8 @@ def test_hyper_parameters_are_stored_unchanged_and_documented(name):
     method = kind()
     for f in fields(kind):
         assert getattr(method, f.name) == f.default, "a field needs a default, stored as it is"
-        assert f"{f.name}:" in kind.__doc__, f"{name}.{f.name} is not documented"
+        docs = "\n".join(base.__doc__ for base in kind.__mro__)
+        assert f"\n        {f.name}: " in docs, f"{name}.{f.name} is not documented"
 
 
 @pytest.mark.parametrize("name", NAMES)

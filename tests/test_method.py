@@ -46,7 +46,7 @@ def test_two_methods_that_replace_the_same_verb_are_refused():
 def test_chains_flatten_and_show_their_parts():
     chain = Fixed() + (L2() + Freeze())
     assert isinstance(chain, Chain) and [type(m) for m in chain.methods] == [Fixed, L2, Freeze]
-    assert repr(L2(2.0) + Freeze()) == "L2(strength=2.0) + Freeze(output=None)"
+    assert repr(Freeze("head") + Freeze()) == "Freeze(output='head') + Freeze(output=None)"
 
 
 def test_verbs_run_in_order():
@@ -68,10 +68,10 @@ def test_state_nests_and_refuses_what_does_not_fit():
     chain = L2() + Freeze()
     chain.end_task(model, None)
     state = chain.state_dict()
-    assert set(state) == {"0", "1"} and torch.equal(state["0"]["anchor"]["weight"], model.weight)
+    assert set(state) == {"0", "1"} and torch.equal(state["0"]["bowl"]["anchor"]["weight"], model.weight)
     other = L2() + Freeze()
     other.load_state_dict(state)
-    assert torch.equal(other.methods[0].anchor["bias"], model.bias)
+    assert torch.equal(other.methods[0].bowl.anchor["bias"], model.bias)
     with pytest.raises(ValueError, match="does not fit L2"):
         L2().load_state_dict(Freeze().state_dict())
     with pytest.raises(ValueError, match="chain of 2 methods"):
@@ -105,8 +105,8 @@ def test_loaded_state_is_a_copy():
     a, b = L2(), L2()
     a.end_task(torch.nn.Linear(2, 2), None)
     b.load_state_dict(a.state_dict())
-    b.anchor["weight"].zero_()
-    assert a.anchor["weight"].abs().sum() > 0
+    b.bowl.anchor["weight"].zero_()
+    assert a.bowl.anchor["weight"].abs().sum() > 0
 
 
 def test_right_fields_pass():

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from everlearn.params import difference, named, snapshot, unwrap
+from everlearn.params import named, remembered, snapshot, unwrap
 
 
 def test_names_do_not_depend_on_wrapping():
@@ -36,10 +36,10 @@ def test_tied_parameters_appear_once():
     assert list(named(net)) == ["0.weight", "0.bias", "1.bias"]
 
 
-def test_difference_is_differentiable_and_refuses_a_shrunken_layer():
+def test_remembered_parameters_are_differentiable_and_refuses_a_shrunken_layer():
     net = nn.Linear(2, 3)
     anchor = snapshot(net)
-    difference(net, anchor)["weight"].sum().backward()
+    remembered(net, anchor)["weight"].sum().backward()
     assert torch.equal(net.weight.grad, torch.ones(3, 2))
     with pytest.raises(ValueError, match="not shrink"):
-        difference(nn.Linear(2, 2), anchor)
+        remembered(nn.Linear(2, 2), anchor)

@@ -4,15 +4,23 @@ from everlearn import curvature, heads, metrics, nets, optim, results, streams
 from everlearn.likelihood import Bernoulli, Categorical, Gaussian, Likelihood
 from everlearn.method import Chain, Method
 from everlearn.methods import METHODS
+from everlearn.methods.ewc import EWC
 from everlearn.methods.freeze import Freeze
 from everlearn.methods.l2 import L2
+from everlearn.methods.lwf import LwF
+from everlearn.methods.mas import MAS
+from everlearn.methods.si import SI
+from everlearn.penalty import QuadraticPenalty
 from everlearn.results import Result
 from everlearn.stream import Batch, Stream, Task, allowed_classes
 from everlearn.trainer import evaluate, run, train
 
 __all__ = [
+    "EWC",
     "L2",
+    "MAS",
     "METHODS",
+    "SI",
     "Batch",
     "Bernoulli",
     "Categorical",
@@ -20,7 +28,9 @@ __all__ = [
     "Freeze",
     "Gaussian",
     "Likelihood",
+    "LwF",
     "Method",
+    "QuadraticPenalty",
     "Result",
     "Stream",
     "Task",

@@ -119,9 +119,9 @@ class Method:
             )
         for name, value in state.items():
             if hasattr(own := getattr(self, name), "load_state_dict"):
-                own.load_state_dict(value)
+                own.load_state_dict(copy.deepcopy(value))  # or two methods would share what they learn
             else:
-                setattr(self, name, copy.deepcopy(value))  # or two methods would share what they learn
+                setattr(self, name, copy.deepcopy(value))
 
     def detach(self, model: nn.Module) -> None:
         """Take off whatever the method has put on the model (hooks, frozen flags) and leave a plain module."""
@@ -133,9 +133,9 @@ class Method:
 class Chain(Method):
     """Several methods as one: penalties add, edits run in the order written, state nests.
 
-    >>> from everlearn import L2, Freeze
-    >>> L2(strength=0.5) + Freeze()
-    L2(strength=0.5) + Freeze(output=None)
+    >>> from everlearn import Freeze, LwF
+    >>> LwF(strength=0.5) + Freeze()
+    LwF(strength=0.5, temperature=2.0, warmup=0, output=None) + Freeze(output=None)
     """
 
     def __init__(self, *methods: Method) -> None:
@@ -254,6 +254,12 @@ def check_field(name: str, value: object, hint: Any) -> None:
                 raise ValueError(f"{name}: got {value!r}, allowed: {extra}.")
         return
     options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    if bounded := [o for o in options if get_origin(o) is Annotated]:
+        plain: Any = Union.__getitem__(tuple(get_args(o)[0] if o in bounded else o for o in options))
+        check_field(name, value, plain)
+        if isinstance(value, Real):
+            check_field(name, value, bounded[0])
+        return
     literals = [v for o in options if get_origin(o) is Literal for v in get_args(o)]
     if value in literals:
         return

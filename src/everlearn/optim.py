@@ -12,9 +12,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from everlearn.curvature.diagonal import Diagonal
-from everlearn.curvature.fisher import FisherEstimator, Form, Labels, Structure
+from everlearn.curvature.fisher import FisherEstimator, Labels, Structure
 from everlearn.curvature.full import Full
 from everlearn.curvature.kronecker import Damping, Kronecker
+from everlearn.curvature.quadratic import Form
 from everlearn.data import Arrays
 from everlearn.likelihood import Likelihood
 from everlearn.params import Params, named, unwrap

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import fnmatch
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
 from torch import Tensor, nn
 
 Params = dict[str, Tensor]
@@ -37,19 +41,67 @@ def snapshot(model: nn.Module) -> Params:
     return {name: p.detach().clone() for name, p in named(model).items()}
 
 
-def difference(model: nn.Module, anchor: Params) -> Params:
-    """How far each parameter has moved from its anchor, differentiable in the model's parameters.
+def remembered(model: nn.Module, anchor: Params) -> Params:
+    """The model's parameters that have an anchor, in the shape of it, differentiable.
 
     A parameter that has no anchor is left out, and so are the rows by which one has grown since: what is new is free.
     An anchor none of whose names the model has is a mistake and raises.
     """
-    moved = {name: _old_rows(p, anchor[name]) - anchor[name] for name, p in named(model).items() if name in anchor}
-    if anchor and not moved:
+    known = {name: _old_rows(p, anchor[name]) for name, p in named(model).items() if name in anchor}
+    if anchor and not known:
         raise ValueError(
             f"None of the remembered parameters ({_some(anchor)}) is a trainable parameter of this "
             f"{type(unwrap(model)).__name__} ({_some(named(model))}): give the model the method was trained with."
         )
-    return moved
+    return known
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside; outside, every module's mode as before."""
+    learning = [m for m in model.modules() if m.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in learning:
+            module.training = True
+
+
+def grown(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """The tensor in a larger shape, zero where it was not.
+
+    >>> grown(torch.ones(1, 2), (2, 3))
+    tensor([[1., 1., 0.],
+            [0., 0., 0.]])
+    """
+    if tuple(tensor.shape) == tuple(shape):
+        return tensor
+    whole = tensor.new_zeros(tuple(shape))
+    whole[tuple(slice(old) for old in tensor.shape)] = tensor
+    return whole
+
+
+def matching(names: Iterable[str], only: str | Mapping[str, float] | None) -> dict[str, float]:
+    """The names that a pattern matches, each with its weight; None matches all.
+
+    ``*`` stands for any characters. Of a mapping from patterns to weights the last match counts; weight 0 leaves out. A
+    pattern that matches nothing is a mistake and raises.
+
+    >>> matching(["body.w", "head.w"], "body.*")
+    {'body.w': 1.0}
+    >>> matching(["body.w", "head.w", "head.b"], {"*": 1.0, "head.*": 0.1, "*.b": 0})
+    {'body.w': 1.0, 'head.w': 0.1}
+    """
+    names = list(names)
+    patterns = only if isinstance(only, Mapping) else {"*" if only is None else only: 1.0}
+    weights = dict.fromkeys(names, 0.0)
+    for pattern, weight in patterns.items():
+        matched = fnmatch.filter(names, pattern)
+        if not matched:
+            raise ValueError(f"{pattern!r} matches no trainable parameter; there are: {', '.join(names) or 'none'}.")
+        weights |= dict.fromkeys(matched, float(weight))
+    return {name: weight for name, weight in weights.items() if weight}
 
 
 def _old_rows(p: Tensor, anchor: Tensor) -> Tensor:

@@ -92,11 +92,13 @@ class Batch:
     def chunk(self, parts: int) -> list[Batch]:
         """The batch cut into micro-batches, as even as can be."""
         cuts = [i for i in torch.arange(len(self)).tensor_split(parts) if len(i)]
+        return [self[int(i[0]) : int(i[-1]) + 1] for i in cuts]
 
-        def cut(v: Any, i: Tensor) -> Any:
-            return v[i[0] : i[-1] + 1] if isinstance(v, Tensor) else v
+    def __getitem__(self, rows: slice) -> Batch:
+        def cut(v: Any) -> Any:
+            return v[rows] if isinstance(v, Tensor) else v
 
-        return [self.like(tree_map(lambda v, i=i: cut(v, i), self.x), cut(self.y, i), cut(self.t, i)) for i in cuts]
+        return self.like(tree_map(cut, self.x), cut(self.y), cut(self.t))
 
     @property
     def weight(self) -> float:
@@ -181,13 +183,27 @@ class Task:
                 again = f" in epoch {epoch}; a generator can be read once only: give a list or a DataLoader."
                 raise ValueError(f"{self} has no examples to train on" + (again if epoch else "."))
 
-    def examples(self, size: int, split: Split = "train") -> Iterator[Batch]:
-        """Every example once, in order, under the evaluation transform: for tests and importance passes."""
+    def examples(self, size: int, split: Split = "train", most: int | None = None) -> Iterator[Batch]:
+        """Every example once, in order, under the evaluation transform: for tests and importance passes.
+
+        With ``most``, so many of them drawn at random; of ready-made batches the first.
+        """
         source: Source | None = getattr(self, split)
         if source is None:
             raise ValueError(f"{self} has no {split} data.")
-        for rows in source.batches(size, None, derive(0, split)):
-            yield self._batch(rows, self.eval_transform)
+        order = None
+        if most is not None and not isinstance(source, Batches):
+            order = torch.randperm(len(source), generator=generator(0, "examples", split))[:most]
+        seen = 0
+        for rows in source.batches(size, order, derive(0, split)):
+            batch = self._batch(rows, self.eval_transform)
+            if most is not None:
+                batch = batch[: most - seen]
+            if len(batch):
+                yield batch
+            seen += len(batch)
+            if seen == most:
+                return
 
     def planned_steps(self, size: int, epochs: int = 1, iterations: int | None = None) -> int | None:
         """How many batches such a training has; None where the data do not tell their length."""

@@ -52,8 +52,10 @@ def test_forms_over_other_parameters():
     a, b = Diagonal({"a": torch.ones(2)}), Diagonal({"b": torch.ones(2)})
     assert set((a + b).values) == {"a", "b"}
     assert Diagonal().quad({"a": torch.ones(2)}) == 0
-    with pytest.raises(ValueError, match="cannot be added"):
-        full(3) + Full({"c": (10,)}, torch.randn(3, 10))
+    both = full(3) + Full({"c": (10,)}, torch.randn(3, 10))
+    assert set(both.shapes) > {"c"} and both.rows.shape == (6, 20)
+    with pytest.raises(TypeError, match="unsupported operand"):
+        full(3) + a
 
 
 def test_singular_forms_ask_for_damping():

@@ -32,7 +32,7 @@ def test_the_anchor_is_a_copy():
     model, method = anchored()
     with torch.no_grad():
         model.weight.zero_()
-    assert method.anchor["weight"].abs().sum() > 0
+    assert method.bowl.anchor["weight"].abs().sum() > 0
 
 
 def test_a_strong_pull_keeps_the_parameters():
@@ -72,4 +72,4 @@ def test_another_model_is_refused():
 def test_wrapped_models_have_the_same_names(wrap):
     model, method = anchored()
     assert method.penalty(wrap(model)) == 0
-    assert set(method.anchor) == {"weight", "bias"}
+    assert set(method.bowl.anchor) == {"weight", "bias"}

@@ -10,7 +10,8 @@ from contextlib import nullcontext
 from dataclasses import MISSING, fields
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import torch
 from cyclopts import App, CycloptsError, Parameter
@@ -148,7 +149,7 @@ def show(method: str) -> int:
     print(f"{method} ({kind.__module__}.{kind.__qualname__})\n")
     print(inspect.cleandoc(kind.__doc__ or "").split("\nArgs:")[0].rstrip())
     documented, hints = _arguments(kind), get_type_hints(kind, include_extras=True)
-    if own := fields(kind):
+    if own := sorted(fields(kind), key=lambda f: bool(f.kw_only)):  # those that many methods share come last
         print(f"\nFields, set with --set {method}.FIELD=VALUE:")
         for f in own:
             default = "" if f.default is MISSING else f" = {f.default!r}"
@@ -209,6 +210,8 @@ def _type(hint: Any) -> str:
     if get_origin(hint) is Annotated:
         kind, *extras = get_args(hint)
         return ", ".join([_type(kind), *map(str, extras)])
+    if get_origin(hint) in (Union, UnionType):
+        return " | ".join("None" if option is NoneType else _type(option) for option in get_args(hint))
     return inspect.formatannotation(hint)
 
 
@@ -217,9 +220,9 @@ def _first_line(thing: Any) -> str:
 
 
 def _arguments(kind: type) -> dict[str, str]:
-    """What the docstring's Args section says of each field."""
+    """What the docstring's Args section says of each field, the class's own first."""
+    found = _arguments(kind.__base__) if kind.__base__ not in (None, object) else {}
     _, _, section = inspect.cleandoc(kind.__doc__ or "").partition("\nArgs:\n")
-    found: dict[str, str] = {}
     name = ""
     for line in section.split("\n\n")[0].splitlines():
         if line.startswith("    ") and not line.startswith("     "):

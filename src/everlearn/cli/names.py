@@ -48,8 +48,8 @@ def words(text: str) -> list[str]:
 def make_method(expression: str, settings: Mapping[str, Mapping[str, Any]]) -> Method:
     """A method from its name, or a chain from names joined by ``+``, with the settings of each.
 
-    >>> make_method("l2+freeze", {"l2": {"strength": "30"}})
-    L2(strength=30.0) + Freeze(output=None)
+    >>> make_method("lwf+freeze", {"lwf": {"strength": "30"}})
+    LwF(strength=30.0, temperature=2.0, warmup=0, output=None) + Freeze(output=None)
     """
     return reduce(add, [_make_one(name.strip(), settings) for name in expression.split("+")])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -56,6 +57,7 @@ class Plan(BaseModel):
     accumulate: int = Field(1, ge=1, description="Micro-batches per step.")
     precision: Literal["float32", "bfloat16"] = Field("float32", description="Of the forward pass.")
     valid: float = Field(0.0, ge=0, lt=1, description="Share of training examples held back and tested on instead.")
+    data: Path | None = Field(None, description="Folder of data sets in files; by default EVERLEARN_DATA.")
     device: str = Field("cpu", description="Where to train, as torch names it.")
     threads: int | None = Field(None, ge=1, description="Threads torch may use; small models are fastest with 1.")
     out: Path = Field(Path("runs"), description="Folder of the results.")
@@ -140,8 +142,11 @@ class Cell:
     def run(self, force: bool) -> Result:
         """Do it, or read it where it is done already."""
         p = self.plan
-        number = {} if p.tasks is None else {"tasks": p.tasks}
-        stream = STREAMS[self.stream](scenario=self.scenario, seed=self.seed, valid=p.valid, **number)
+        make = STREAMS[self.stream]
+        given: dict[str, Any] = {} if p.tasks is None else {"tasks": p.tasks}
+        if "root" in inspect.signature(make).parameters:
+            given["root"] = p.data
+        stream = make(scenario=self.scenario, seed=self.seed, valid=p.valid, **given)
         return run(
             partial(NETS["mlp"], hidden=p.widths) if p.net == "mlp" else NETS[p.net],
             self.method,
@@ -178,4 +183,6 @@ def optimizer(plan: Plan) -> Any:
     settings: dict[str, float] = {"lr": plan.lr, "weight_decay": plan.weight_decay}
     if plan.optimizer in ("sgd", "rmsprop"):
         settings["momentum"] = plan.momentum
+    if plan.optimizer in ("adam", "adamw"):
+        settings["fused"] = True
     return partial(OPTIMIZERS[plan.optimizer], **settings)

@@ -6,6 +6,7 @@ from everlearn.curvature.fisher import FisherEstimator, fisher, from_adam
 from everlearn.curvature.full import Full
 from everlearn.curvature.kronecker import Kronecker
 from everlearn.curvature.picture import histogram
+from everlearn.curvature.quadratic import Quadratic
 from everlearn.curvature.sensitivity import sensitivity
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "FisherEstimator",
     "Full",
     "Kronecker",
+    "Quadratic",
     "fisher",
     "from_adam",
     "gaussian_kl",

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from everlearn.params import Params
+from everlearn.params import Params, grown
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Diagonal:
     """δᵀ F δ = Σᵢ Fᵢ δᵢ², a number per parameter.
 
@@ -27,6 +27,18 @@ class Diagonal:
     """
 
     values: Params = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return f"Diagonal({sizes(self.values)})"
+
+    def times(self, vector: Params) -> Params:
+        """F v, as far as both know a parameter."""
+        known = [n for n in vector if n in self.values]
+        if not known:
+            return {}
+        v = [vector[n] for n in known]
+        product = torch._foreach_mul([on(self.values[n], v[i]) for i, n in enumerate(known)], v)
+        return dict(zip(known, product, strict=True))
 
     def quad(self, delta: Params) -> Tensor:
         """δᵀ F δ over the parameters both know."""
@@ -45,8 +57,22 @@ class Diagonal:
         """Σᵢ Fᵢ."""
         return float(sum(v.sum().item() for v in self.values.values()))
 
+    def weighted(self, weights: Mapping[str, float]) -> Diagonal:
+        """√W F √W with a weight per parameter; parameters without one are left out."""
+        return Diagonal({n: v * weights[n] for n, v in self.values.items() if n in weights})
+
+    def damped(self, value: float) -> Diagonal:
+        """F + value · 1."""
+        return Diagonal({n: v + value for n, v in self.values.items()})
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Diagonal:
+        """Kept elsewhere, or in another precision."""
+        return Diagonal({n: v.to(device, dtype) for n, v in self.values.items()})
+
     def __add__(self, other: Diagonal) -> Diagonal:
-        return Diagonal(merged(self.values, other.values, torch.add))
+        if not isinstance(other, Diagonal):
+            return NotImplemented
+        return Diagonal(merged(self.values, other.values, grown_sum))
 
     def __mul__(self, scale: float) -> Diagonal:
         return Diagonal({n: v * scale for n, v in self.values.items()})
@@ -69,6 +95,24 @@ def finite(solved: Params, damping: float) -> Params:
     if not all(v.isfinite().all() for v in solved.values()):
         raise ValueError(f"The form is singular with damping {damping}: use a larger one.")
     return solved
+
+
+def on(own: Tensor, other: Tensor) -> Tensor:
+    """A tensor where the other is."""
+    return own if own.device == other.device else own.to(other.device)
+
+
+def grown_sum(a: Tensor, b: Tensor) -> Tensor:
+    """The sum; a layer that has grown in between counts as zero where it was not."""
+    if a.shape == b.shape:
+        return a + b
+    shape = [max(pair) for pair in zip(a.shape, b.shape, strict=True)]
+    return grown(a, shape) + grown(b, shape)
+
+
+def sizes(values: Params) -> str:
+    """Shapes for people, instead of thousands of numbers."""
+    return ", ".join(f"{n} {'×'.join(map(str, v.shape)) or 'scalar'}" for n, v in values.items())
 
 
 def merged(a: dict[str, Any], b: dict[str, Any], join: Callable[[Any, Any], Any]) -> dict[str, Any]:

@@ -92,7 +92,7 @@ def predictive_kl(
             here, meaning = batch.to(device), likelihood or batch.likelihood
             outputs = [inner(here.x), functional_call(inner, moved, (here.x,))]
             p, q = outputs if direction == "forward" else outputs[::-1]
-            apart = _apart(meaning, p, q, here.allowed_rows)
+            apart = output_kl(meaning, p, q, here.allowed_rows)
             counted = meaning.counted(here.y)
             parts.append((apart if counted is None else apart * counted).sum())
             count += len(batch)
@@ -101,7 +101,7 @@ def predictive_kl(
     return torch.stack(parts).sum() / count
 
 
-def _apart(likelihood: Likelihood, p: Tensor, q: Tensor, allowed: Tensor | None) -> Tensor:
+def output_kl(likelihood: Likelihood, p: Tensor, q: Tensor, allowed: Tensor | None = None) -> Tensor:
     """The terms whose sum is KL(p ‖ q) of the distributions that these outputs stand for."""
     if isinstance(likelihood, Categorical):
         log_p, log_q = (likelihood.logits(out, allowed).log_softmax(-1) for out in (p, q))

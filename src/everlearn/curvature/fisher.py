@@ -15,6 +15,7 @@ from everlearn.curvature.full import Full
 from everlearn.curvature.kronecker import Kronecker, Pair
 from everlearn.curvature.persample.engine import PerExample, untouched
 from everlearn.curvature.persample.statistics import Elementwise, InFull, KroneckerFactors, Statistic
+from everlearn.curvature.quadratic import Form
 from everlearn.likelihood import Categorical, Likelihood
 from everlearn.params import Params, named
 from everlearn.seeds import generator
@@ -22,7 +23,6 @@ from everlearn.stream import Batch, as_task
 
 Labels = Literal["exact", "signs", "sample", "predicted", "true"]
 Structure = Literal["diagonal", "kronecker", "full"]
-Form = Diagonal | Kronecker | Full
 
 
 def fisher(
@@ -34,6 +34,7 @@ def fisher(
     samples: int = 1,
     chunk: int = 256,
     seed: int = 0,
+    examples: int | None = None,
 ) -> Form:
     """The Fisher information: how strongly the predicted distribution reacts to each parameter.
 
@@ -54,13 +55,14 @@ def fisher(
         samples: draws to average for "signs" and "sample".
         chunk: examples per pass; memory grows with it.
         seed: of the draws.
+        examples: how many to take it on, drawn at random; by default all.
 
     >>> model = nn.Linear(2, 3)
     >>> F = fisher(model, torch.randn(100, 2))
     >>> F.values["weight"].shape
     torch.Size([3, 2])
     """
-    return FisherEstimator(model, labels, structure, likelihood, samples, chunk)(data, seed)
+    return FisherEstimator(model, labels, structure, likelihood, samples, chunk)(data, seed, examples)
 
 
 class FisherEstimator:
@@ -85,22 +87,24 @@ class FisherEstimator:
         self.samples = samples if labels in ("signs", "sample") else 1
         self.chunk, self.engine = chunk, PerExample(model)
 
-    def __call__(self, data: Any, seed: int = 0) -> Form:
+    def __call__(self, data: Any, seed: int = 0, examples: int | None = None) -> Form:
         """The Fisher information on these data."""
         engine, task = self.engine, as_task(data, self.likelihood)
+        if examples is not None and examples < 1:
+            raise ValueError(f"examples must be at least 1, got {examples}.")
         make, finish = STRUCTURES[self.structure]
         statistic = make(engine.parameters)
-        random, examples = generator(seed, "fisher"), 0
+        random, seen = generator(seed, "fisher"), 0
         device = next(iter(engine.parameters.values())).device
         with untouched(engine.model):
-            for batch in task.examples(self.chunk):
+            for batch in task.examples(self.chunk, most=examples):
                 if len(batch):
                     here = batch if device.type == "cpu" else batch.to(device)
                     engine.update(here.x, partial(self._columns, here, random), statistic)
-                    examples += len(batch)
-        if not examples:
+                    seen += len(batch)
+        if not seen:
             raise ValueError(f"{task} has no examples to take the Fisher information on.")
-        return finish(statistic, examples, self.samples)
+        return finish(statistic, seen, self.samples)
 
     def _columns(self, batch: Batch, random: torch.Generator, out: Tensor) -> Iterator[Tensor]:
         likelihood = self.likelihood or batch.likelihood

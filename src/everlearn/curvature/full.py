@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from everlearn.curvature.diagonal import merged, on
 from everlearn.params import Params
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Full:
     """δᵀ F δ with F = RᵀR, all pairs of parameters.
 
@@ -42,12 +44,30 @@ class Full:
             return self.matrix
         return self._rows().t() @ self._rows()
 
+    def __repr__(self) -> str:
+        kept = (
+            ""
+            if self.matrix is None and self.rows is None
+            else "matrix"
+            if self.rows is None
+            else f"{len(self.rows)} rows"
+        )
+        return f"Full({', '.join(f'{n} {s}' for n, s in self.shapes.items())}; {kept})"
+
+    def times(self, vector: Params) -> Params:
+        """F v; a parameter that v leaves out is zero in it."""
+        v = self._vector(vector)
+        if self.matrix is not None:
+            return self._params(on(self.matrix, v) @ v, vector)
+        rows = on(self._rows(), v)
+        return self._params(rows.t() @ (rows @ v), vector)
+
     def quad(self, delta: Params) -> Tensor:
         """δᵀ F δ; a parameter that δ leaves out has not moved."""
         if not self.shapes:
             return torch.zeros(())
         v = self._vector(delta)
-        return v @ self.matrix @ v if self.matrix is not None else (self._rows() @ v).square().sum()
+        return v @ on(self.matrix, v) @ v if self.matrix is not None else (on(self._rows(), v) @ v).square().sum()
 
     def solve(self, vector: Params, damping: float = 0.0) -> Params:
         """(F + damping)⁻¹ v, by Cholesky; in the space of the rows (Woodbury) where that is smaller."""
@@ -71,11 +91,53 @@ class Full:
         """Sum of the diagonal."""
         return float(self.matrix.trace() if self.matrix is not None else self._rows().square().sum())
 
+    def weighted(self, weights: Mapping[str, float]) -> Full:
+        """√W F √W with a weight per parameter; parameters without one count nothing."""
+        like = self.matrix if self.matrix is not None else self._rows()
+        roots = [like.new_full((torch.Size(s).numel(),), weights.get(n, 0.0) ** 0.5) for n, s in self.shapes.items()]
+        root = torch.cat(roots)
+        if self.matrix is not None:
+            return Full(self.shapes, None, root[:, None] * self.matrix * root)
+        return Full(self.shapes, self._rows() * root)
+
+    def damped(self, value: float) -> Full:
+        """F + value · 1."""
+        matrix = self.dense()
+        return Full(
+            self.shapes, None, matrix + value * torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
+        )
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Full:
+        """Kept elsewhere, or in another precision."""
+        parts = [None if part is None else part.to(device, dtype) for part in (self.rows, self.matrix)]
+        return Full(self.shapes, *parts)
+
+    def _in(self, shapes: dict[str, tuple[int, ...]]) -> Full:
+        """The same form over more or larger parameters, zero where there was none."""
+        if shapes == self.shapes:
+            return self
+        numbers = torch.arange(sum(torch.Size(s).numel() for s in shapes.values()))
+        places = dict(zip(shapes, numbers.split([torch.Size(s).numel() for s in shapes.values()]), strict=True))
+        old = [
+            places[n].view(shapes[n])[tuple(slice(length) for length in s)].flatten() for n, s in self.shapes.items()
+        ]
+        where = torch.cat(old)
+        if self.matrix is not None:
+            matrix = self.matrix.new_zeros(len(numbers), len(numbers))
+            matrix[where[:, None], where] = self.matrix
+            return Full(shapes, None, matrix)
+        rows = self._rows().new_zeros(len(self._rows()), len(numbers))
+        rows[:, where] = self._rows()
+        return Full(shapes, rows)
+
     def __add__(self, other: Full) -> Full:
+        if not isinstance(other, Full):
+            return NotImplemented
         if not self.shapes or not other.shapes:
             return self if self.shapes else other
         if self.shapes != other.shapes:
-            raise ValueError("Full forms of different parameters cannot be added.")
+            shapes = merged(self.shapes, other.shapes, lambda a, b: tuple(map(max, a, b)))
+            return self._in(shapes) + other._in(shapes)
         if self.matrix is None and other.matrix is None:
             return Full(self.shapes, torch.cat([self._rows(), other._rows()]))
         return Full(self.shapes, None, self.dense() + other.dense())
@@ -103,13 +165,15 @@ class Full:
 
     def _vector(self, values: Params) -> Tensor:
         like = self.matrix if self.matrix is not None else self._rows()
+        where = next((v.device for v in values.values()), like.device)
         return torch.cat([
-            values[n].reshape(-1) if n in values else like.new_zeros(torch.Size(s).numel()) for n, s in self.shapes.items()
+            values[n].reshape(-1) if n in values else like.new_zeros(torch.Size(s).numel(), device=where) for n, s in self.shapes.items()
         ])  # fmt: skip
 
-    def _params(self, vector: Tensor) -> Params:
+    def _params(self, vector: Tensor, only: Params | None = None) -> Params:
         parts = vector.split([torch.Size(s).numel() for s in self.shapes.values()])
-        return {n: part.view(s) for (n, s), part in zip(self.shapes.items(), parts, strict=True)}
+        named = {n: part.view(s) for (n, s), part in zip(self.shapes.items(), parts, strict=True)}
+        return named if only is None else {n: named[n] for n in only if n in named}
 
 
 def _cholesky_solve(matrix: Tensor, damping: float, v: Tensor) -> Tensor:

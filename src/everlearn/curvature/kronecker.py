@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from operator import add
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from everlearn.curvature.diagonal import Diagonal, finite, merged
-from everlearn.params import Params
+from everlearn.curvature.diagonal import Diagonal, finite, merged, on, sizes
+from everlearn.params import Params, grown
 
 Damping = Literal["eigenbasis", "factored"]
 
@@ -22,7 +22,7 @@ class Pair(NamedTuple):
     outputs: Tensor  # G
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Kronecker:
     """δᵀ F δ = Σ over layers of tr(Δᵀ G Δ A), with Δ the layer's δ as a matrix [outputs, inputs (+ 1 for the bias)].
 
@@ -41,14 +41,23 @@ class Kronecker:
     rest: Diagonal = field(default_factory=Diagonal)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        pairs = (f"{w} {len(p)} × ({len(p[0].outputs)}² ⊗ {len(p[0].inputs)}²)" for w, p in self.layers.items())
+        return f"Kronecker({', '.join([*pairs, *filter(None, [sizes(self.rest.values)])])})"
+
+    def times(self, vector: Params) -> Params:
+        """F v, as far as both know a parameter."""
+        product = self.rest.times(vector)
+        for weight, pairs in self.layers.items():
+            if weight in vector or self.biases.get(weight) in vector:
+                v = self._matrix(weight, vector)
+                product |= self._params(weight, torch.stack([on(g, v) @ v @ on(a, v) for a, g in pairs]).sum(0))
+        return {n: product[n] for n in vector if n in product}
+
     def quad(self, delta: Params) -> Tensor:
         """δᵀ F δ over the parameters both know."""
-        total = self.rest.quad(delta)
-        for weight, pairs in self.layers.items():
-            if weight in delta or self.biases.get(weight) in delta:
-                d = self._matrix(weight, delta)
-                total = total + sum((d * (g @ d @ a)).sum() for a, g in pairs)
-        return total
+        parts = [(delta[n] * f).sum() for n, f in self.times(delta).items()]
+        return torch.stack(parts).sum() if parts else torch.zeros(())
 
     def solve(self, vector: Params, damping: float = 0.0, manner: Damping = "eigenbasis") -> Params:
         """(F + damping)⁻¹ v.
@@ -85,10 +94,52 @@ class Kronecker:
         """tr(A ⊗ G) = tr A · tr G, summed."""
         return self.rest.trace() + float(sum(a.trace() * g.trace() for pairs in self.layers.values() for a, g in pairs))
 
+    def weighted(self, weights: Mapping[str, float]) -> Kronecker:
+        """√W F √W with a weight per parameter; parameters without one count nothing."""
+        layers = {}
+        for weight, pairs in self.layers.items():
+            own, bias = weights.get(weight, 0.0), weights.get(self.biases.get(weight, ""), 0.0)
+            if own or bias:
+                root = pairs[0].inputs.new_full((len(pairs[0].inputs),), own**0.5)
+                root[len(root) - (weight in self.biases) :] = bias**0.5
+                layers[weight] = [Pair(root[:, None] * a * root, g) for a, g in pairs]
+        biases = {w: b for w, b in self.biases.items() if w in layers}
+        return Kronecker(layers, biases, self.rest.weighted(weights), self.shapes)
+
+    def damped(self, value: float) -> Kronecker:
+        """F + value · 1, as another pair per layer."""
+        layers = {w: [*p, Pair(_eye(p[0].inputs), value * _eye(p[0].outputs))] for w, p in self.layers.items()}
+        return Kronecker(layers, self.biases, self.rest.damped(value), self.shapes)
+
+    def compact(self, most: int) -> Kronecker:
+        """At most so many pairs per layer: the oldest two become one, again and again.
+
+            G₁ ⊗ A₁ + G₂ ⊗ A₂  ≈  (G₁ + G₂) ⊗ (tr G₁ · A₁ + tr G₂ · A₂) / (tr G₁ + tr G₂)
+
+        One factor is summed, the other averaged by weight, so that the trace stays and T equal pairs make T times the one;
+        adding both factors would make it T².
+        """
+
+        def few(pairs: list[Pair]) -> list[Pair]:
+            while len(pairs) > most:
+                (a, g), (b, h), *rest = pairs
+                share = g.trace() / (g.trace() + h.trace()).clamp(min=torch.finfo(g.dtype).tiny)
+                pairs = [Pair(share * a + (1 - share) * b, g + h), *rest]
+            return pairs
+
+        return Kronecker({w: few(p) for w, p in self.layers.items()}, self.biases, self.rest, self.shapes)
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Kronecker:
+        """Kept elsewhere, or in another precision."""
+        layers = {w: [Pair(a.to(device, dtype), g.to(device, dtype)) for a, g in p] for w, p in self.layers.items()}
+        return Kronecker(layers, self.biases, self.rest.to(device, dtype), self.shapes)
+
     def __add__(self, other: Kronecker) -> Kronecker:
+        if not isinstance(other, Kronecker):
+            return NotImplemented
         biases = {**self.biases, **other.biases}
-        shapes = {**self.shapes, **other.shapes}
-        return Kronecker(merged(self.layers, other.layers, add), biases, self.rest + other.rest, shapes)
+        shapes = merged(self.shapes, other.shapes, lambda a, b: tuple(map(max, a, b)))
+        return Kronecker(merged(self.layers, other.layers, _joined), biases, self.rest + other.rest, shapes)
 
     def __mul__(self, scale: float) -> Kronecker:
         layers = {w: [Pair(a, g * scale) for a, g in pairs] for w, pairs in self.layers.items()}
@@ -126,7 +177,10 @@ class Kronecker:
         """A layer's values as [outputs, inputs], with the bias as the last column; what is not given is zero."""
         inputs, outputs = self.layers[weight][0]
         width = len(inputs) - (weight in self.biases)
-        d = values[weight].reshape(len(outputs), -1) if weight in values else outputs.new_zeros(len(outputs), width)
+        if weight in values:
+            d = values[weight].reshape(len(outputs), -1)
+        else:
+            d = values[self.biases[weight]].new_zeros(len(outputs), width)
         if weight not in self.biases:
             return d
         bias = values.get(self.biases[weight])
@@ -138,6 +192,18 @@ class Kronecker:
         own = matrix[:, :width]
         found = {weight: own.reshape(self.shapes[weight]) if weight in self.shapes else own}
         return found | ({self.biases[weight]: matrix[:, -1]} if weight in self.biases else {})
+
+
+def _joined(a: list[Pair], b: list[Pair]) -> list[Pair]:
+    """Both lists; outputs by which a layer has grown in between count as zero where they were not."""
+    if len(a[0].inputs) != len(b[0].inputs):
+        raise ValueError("The inputs of a layer with Kronecker factors have changed in number: only outputs may grow.")
+    outputs = max(len(a[0].outputs), len(b[0].outputs))
+    return [Pair(pair.inputs, grown(pair.outputs, (outputs, outputs))) for pair in [*a, *b]]
+
+
+def _eye(like: Tensor) -> Tensor:
+    return torch.eye(len(like), dtype=like.dtype, device=like.device)
 
 
 def _eigenbasis(pair: Pair, v: Tensor, damping: float) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+import logging
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, Literal
@@ -16,6 +16,7 @@ from everlearn.curvature.persample.statistics import Elementwise
 from everlearn.likelihood import Gaussian
 from everlearn.stream import Batch, as_task
 
+log = logging.getLogger("everlearn")
 Norm = Literal["squared", "vector", "local"]
 
 
@@ -58,9 +59,7 @@ def sensitivity(model: nn.Module, data: Any, norm: Norm = "squared", chunk: int 
     if not examples:
         raise ValueError(f"{task} has no examples to take the sensitivity on.")
     if unseen:
-        warnings.warn(
-            f"No layer of its own for {', '.join(sorted(unseen))}: their local importance is 0.", stacklevel=2
-        )
+        log.warning("No layer of its own for %s: their local importance is 0.", ", ".join(sorted(unseen)))
     return Diagonal(magnitudes.sums) * (1 / examples)
 
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 
-from everlearn.method import Method, NonNegative
-from everlearn.params import Params, difference, snapshot
-from everlearn.stream import Batch
+from everlearn.method import NonNegative
+from everlearn.params import named
+from everlearn.penalty import QuadraticPenalty
 
 
 @dataclass(eq=False)
-class L2(Method):
+class L2(QuadraticPenalty):
     """A uniform anchor: weight decay centred on the last task's solution θ*, all parameters equally important.
 
         L = L_task + strength/2 · Σᵢ (θᵢ - θ*ᵢ)²
@@ -27,17 +28,6 @@ class L2(Method):
 
     strength: NonNegative = 0.1
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.anchor: Params = {}
-
-    def penalty(self, model: nn.Module, batch: Batch | None = None, out: Tensor | None = None) -> Tensor | float:
-        """The pull towards the anchor."""
-        if not self.anchor:
-            return 0.0
-        moved = difference(model, self.anchor)
-        return self.strength / 2 * sum((d.square().sum() for d in moved.values()), start=0.0)
-
     def end_task(self, model: nn.Module, task: Any) -> None:
         """The anchor moves to where this task ended."""
-        self.anchor = snapshot(model)
+        self.hold(model, {n: torch.ones_like(p) for n, p in named(model).items()}, self.strength, decay=0)

@@ -6,12 +6,17 @@ from everlearn.stream import Stream
 from everlearn.streams.build import from_tasks, online, permuted, rotated, split
 from everlearn.streams.digits import digits, online_digits, permuted_digits, rotated_digits
 from everlearn.streams.digits import load as digits_data
+from everlearn.streams.mnist import load as mnist_data
+from everlearn.streams.mnist import permuted_mnist, rotated_mnist, split_mnist
 
 STREAMS: dict[str, Callable[..., Stream]] = {
     "digits": digits,
     "permuted-digits": permuted_digits,
     "rotated-digits": rotated_digits,
     "online-digits": online_digits,
+    "split-mnist": split_mnist,
+    "permuted-mnist": permuted_mnist,
+    "rotated-mnist": rotated_mnist,
 }
 
 __all__ = [
@@ -19,11 +24,15 @@ __all__ = [
     "digits",
     "digits_data",
     "from_tasks",
+    "mnist_data",
     "online",
     "online_digits",
     "permuted",
     "permuted_digits",
+    "permuted_mnist",
     "rotated",
     "rotated_digits",
+    "rotated_mnist",
     "split",
+    "split_mnist",
 ]

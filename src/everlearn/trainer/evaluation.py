@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from everlearn.checks import check_first_batch, check_outputs, explain_error
 from everlearn.data import Arrays, as_source
 from everlearn.method import Method
+from everlearn.params import evaluating
 from everlearn.stream import Batch, Split, Task
 from everlearn.trainer.training import device_of
 
@@ -39,13 +40,8 @@ def evaluate(
     exams = _exams(tasks)
     if allowed is None and (tables := [t.allowed for t in exams if t.allowed is not None]):
         allowed = reduce(torch.logical_or, tables)
-    modes = {m: m.training for m in model.modules()}
-    model.eval()
-    try:
+    with evaluating(model):
         return [_score(model, method, task, allowed, split, batch_size) for task in exams]
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
 
 
 def _score(

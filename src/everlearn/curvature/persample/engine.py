@@ -25,7 +25,7 @@ from everlearn.curvature.persample.operations import Broadcast, Expansion, Layou
 from everlearn.curvature.persample.probe import close, find_layout, kronecker_pairs, refuse_mixing, unlike_the_first
 from everlearn.curvature.persample.statistics import Elementwise, Statistic, Use
 from everlearn.curvature.persample.tap import Tap
-from everlearn.params import Params, named, unwrap
+from everlearn.params import Params, evaluating, named, unwrap
 from everlearn.seeds import seeded
 
 log = logging.getLogger("everlearn")
@@ -321,22 +321,18 @@ class _Enter(torch.autograd.Function):
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
     """Evaluation mode and frozen parameters inside; outside, modes, flags, gradients and random numbers as before."""
-    modes = {m: m.training for m in model.modules()}
     learning = [p for p in model.parameters() if p.requires_grad]
     fast = torch.backends.mha.get_fastpath_enabled()
     try:
-        model.eval()
         for p in learning:
             p.requires_grad_(False)
         torch.backends.mha.set_fastpath_enabled(False)  # one fused call that no tap can see into
-        with seeded(0):
+        with evaluating(model), seeded(0):
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
         for p in learning:
             p.requires_grad_(True)
-        for module, mode in modes.items():
-            module.training = mode
 
 
 def _checked(out: Any, x: Any) -> Tensor:

@@ -64,6 +64,11 @@ class Operation:
         """The gradients [examples, *shape of the parameter] of the examples in these pieces, for the caller to overwrite."""
         raise NotImplementedError
 
+    def gradients(self, role: str, pieces: Pieces, size: int) -> Iterator[Tensor]:
+        """The gradients of so many examples at a time."""
+        for some in zip(*(piece.split(size) for piece in pieces), strict=True):
+            yield self.gradient(role, some)
+
     def block(self, shape: Sequence[int], pieces: Pieces) -> int:
         """For how many examples gradients of this shape are best formed at once: as many as fit the cache."""
         return cache_block(shape, pieces[-1].element_size())
@@ -171,8 +176,9 @@ class Convolution(Operation):
             return d.movedim(-1 - space, 1).flatten(2).sum(2)
         if self._by_patches and x.dim() == 4:
             return torch.bmm(d.flatten(2), self._patches(x).mT).view(-1, *self.weight.shape)
-        each = [self._backward(one, grad) for one, grad in zip(x, d, strict=True)]
-        return torch.stack(each) if len(each) > 1 else each[0][None]
+        if len(x) == 1:
+            return self._backward(x, d)[None]
+        return torch.stack([self._backward(one, grad) for one, grad in zip(x.split(1), d.split(1), strict=True)])
 
     def block(self, shape: Sequence[int], pieces: Pieces) -> int:
         """One where the backward pass goes example by example anyway."""
@@ -188,8 +194,8 @@ class Convolution(Operation):
         return F.unfold(x, *map(tuple, (self.weight.shape[2:], self.dilation, self.padding, self.stride)))
 
     def _backward(self, x: Tensor, d: Tensor) -> Tensor:
-        if x.dim() == self.weight.dim() - 1:
-            x, d = x[None], d[None]
+        if x.dim() > self.weight.dim():  # rows of one example
+            x, d = x[0], d[0]
         grad: Tensor = torch.ops.aten.convolution_backward(
             d, x, self.weight, None, self.stride, self.padding, self.dilation, self.transposed, self.output_padding,
             self.groups, [False, True, False],

@@ -49,6 +49,7 @@ class Elementwise:
 
     def __init__(self, parameters: Params, squared: bool = True) -> None:
         self.sums = {name: torch.zeros_like(p, dtype=wide(p)) for name, p in parameters.items()}
+        self._squared = squared
         self._f = torch.square if squared else torch.abs
         self._in_place = torch.square_ if squared else torch.abs_
         self._waiting: dict[str, tuple[Tensor, Tensor, bool]] = {}
@@ -75,7 +76,8 @@ class Elementwise:
         """Sum what is given in full."""
         gradients = gradients.to(wide(gradients))
         if len(gradients) == 1:
-            self.sums[name].add_(self._in_place(gradients)[0])
+            g = gradients[0]
+            self.sums[name].addcmul_(g, g if self._squared else g.sign())
         else:
             self.sums[name].add_(self._in_place(gradients).sum(0))
 
@@ -213,9 +215,5 @@ def blocks(uses: list[Use], like: Tensor | None = None) -> Iterator[Tensor]:
     size = examples
     if like is not None:
         size = uses[0].operation.block(like.shape, uses[0].pieces)
-    for i in range(0, examples, size):
-        parts = [use.operation.gradient(use.role, tuple(p[i : i + size] for p in use.pieces)) for use in uses]
-        total = parts[0]
-        for part in parts[1:]:
-            total = total + part
-        yield total
+    for first, *others in zip(*(use.operation.gradients(use.role, use.pieces, size) for use in uses), strict=True):
+        yield sum(others, first)

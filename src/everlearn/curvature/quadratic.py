@@ -1,0 +1,144 @@
+"""A bowl: the quadratic form of what was learned, around where it was learned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from everlearn.curvature.diagonal import Diagonal, on
+from everlearn.curvature.full import Full
+from everlearn.curvature.kronecker import Kronecker
+from everlearn.params import Params, grown, remembered
+
+Form = Diagonal | Kronecker | Full
+FORMS: dict[str, type[Form]] = {"diagonal": Diagonal, "kronecker": Kronecker, "full": Full}
+
+
+@dataclass(eq=False)
+class Quadratic:
+    """q(θ) = ½ δᵀ F δ - sᵀ δ + c,   δ = θ - m.
+
+    A sum of bowls is a bowl, whatever their number. Diagonal ones have their common minimum at the mean of their anchors,
+    weighted by their precisions, so that s = 0 and nothing cancels in float32:
+
+        F₁ (θ - θ₁)² + F₂ (θ - θ₂)²  =  (F₁ + F₂) (θ - m)² + F₁F₂ / (F₁ + F₂) · (θ₁ - θ₂)²,   m = θ₁ + F₂ / (F₁ + F₂) · (θ₂ - θ₁)
+
+    Others are expanded anew around the last anchor, which for a quadratic is exact: s is minus the slope there and c the
+    height.
+
+    Args:
+        form: F.
+        anchor: m.
+        slope: s; empty for zero.
+        constant: c.
+    """
+
+    form: Form = field(default_factory=Diagonal)
+    anchor: Params = field(default_factory=dict)
+    slope: Params = field(default_factory=dict)
+    constant: float = 0.0
+
+    def __call__(self, model: nn.Module) -> Tensor:
+        """The height of the model's place in the bowl; its gradient costs one product with F, not a graph."""
+        theta = remembered(model, self.anchor)
+        height: Tensor = _Height.apply(self, list(theta), *theta.values())  # type: ignore[no-untyped-call]
+        return height
+
+    def pull(self, theta: Params) -> tuple[Tensor, Params]:
+        """q(θ) and its gradient F δ - s."""
+        names = [n for n in theta if n in self.anchor]
+        anchors = [on(self.anchor[n], theta[n]) for n in names]
+        delta = dict(zip(names, torch._foreach_sub([theta[n] for n in names], anchors), strict=True))
+        pull = self.form.times(delta)
+        height = _dot(delta, pull) / 2
+        if self.constant:
+            height = height + self.constant
+        if self.slope:
+            slope = {n: on(s, pull[n]) for n, s in self.slope.items() if n in pull}
+            height = height - _dot(delta, slope)
+            pull = {n: p - slope[n] if n in slope else p for n, p in pull.items()}
+        return height, pull
+
+    def add(self, form: Form, at: Params) -> None:
+        """Another bowl, with its own minimum."""
+        if not self.anchor:
+            self.form, self.anchor = form, dict(at)
+        elif isinstance(self.form, Diagonal) and isinstance(form, Diagonal):
+            self._add_diagonal(form, at)
+        else:
+            old = {n: at[n][tuple(slice(length) for length in a.shape)] for n, a in self.anchor.items() if n in at}
+            height, pull = self.pull(old)
+            self.constant = float(height)
+            self.slope = {n: -grown(p, at[n].shape) for n, p in pull.items()}
+            self.form, self.anchor = total(self.form, form), {**self.anchor, **at}
+
+    def _add_diagonal(self, form: Diagonal, at: Params) -> None:
+        both = Diagonal(self.form.diagonal()) + form
+        for name, theta in at.items():
+            if name not in form.values:
+                continue
+            new = form.values[name].to(theta.device, theta.dtype)
+            all_ = both.values[name].to(theta.device, theta.dtype)
+            share = torch.where(all_ > 0, new / all_, torch.ones_like(new))  # where nothing was held, hold it here
+            before = self.anchor.get(name)
+            old = theta.clone() if before is None else on(before, theta)
+            if old.shape != theta.shape:
+                old, kept = theta.clone(), old
+                old[tuple(slice(length) for length in kept.shape)] = kept
+            apart = theta - old
+            self.constant += float(((all_ - new) * share * apart.square()).sum()) / 2
+            self.anchor[name] = torch.addcmul(old, share, apart)
+        self.form = both
+
+    def move(self, form: Form, to: Params) -> None:
+        """This form and no other, around a new place."""
+        self.form, self.anchor, self.slope, self.constant = form, {**self.anchor, **to}, {}, 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """For saving."""
+        kind = next(name for name, kind in FORMS.items() if isinstance(self.form, kind))
+        facts = {"anchor": dict(self.anchor), "slope": dict(self.slope), "constant": self.constant}
+        return {"kind": kind, "form": self.form.state_dict(), **facts}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what was saved."""
+        self.form = FORMS[state["kind"]]()
+        self.form.load_state_dict(state["form"])
+        self.anchor, self.slope, self.constant = dict(state["anchor"]), dict(state["slope"]), float(state["constant"])
+
+
+def total(first: Form, second: Form) -> Form:
+    """The sum of two forms of one kind."""
+    if type(first) is not type(second):
+        kinds = f"{type(first).__name__} and {type(second).__name__}"
+        raise TypeError(f"{kinds} do not add: take all importances in one structure.")
+    return first + second  # type: ignore[operator]
+
+
+class _Height(torch.autograd.Function):
+    """q(θ) with its gradient written down, because a graph through the same formula takes twice the time."""
+
+    @staticmethod
+    def forward(ctx: Any, bowl: Quadratic, names: list[str], *theta: Tensor) -> Tensor:
+        height, ctx.pull = bowl.pull(dict(zip(names, theta, strict=True)))
+        ctx.bowl, ctx.names = bowl, names
+        ctx.save_for_backward(*theta)
+        return height
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
+        theta, pull = ctx.saved_tensors, ctx.pull
+        if torch.is_grad_enabled() or pull is None:  # a second derivative, or a second pass
+            pull = ctx.bowl.pull(dict(zip(ctx.names, theta, strict=True)))[1]
+        ctx.pull = None  # with nobody else holding it, autograd adds to it in place
+        if d.requires_grad or d.device.type != "cpu" or d != 1:
+            pull = dict(zip(pull, torch._foreach_mul(list(pull.values()), d), strict=True))
+        return None, None, *(pull[n].to(t.dtype) if n in pull else None for n, t in zip(ctx.names, theta, strict=True))
+
+
+def _dot(a: Params, b: Params) -> Tensor:
+    parts = [torch.dot(a[n].reshape(-1).to(p.dtype), p.reshape(-1)) for n, p in b.items()]
+    return torch.stack([on(part, parts[0]) for part in parts]).sum() if parts else torch.zeros(())

@@ -1,0 +1,124 @@
+"""Elastic weight consolidation, separate and online, diagonal, Kronecker-factored and full."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from torch import Tensor, nn
+
+from everlearn.curvature.diagonal import Diagonal
+from everlearn.curvature.fisher import Labels, Structure, fisher
+from everlearn.curvature.kronecker import Kronecker
+from everlearn.curvature.quadratic import Form, Quadratic, total
+from everlearn.method import NonNegative, Range
+from everlearn.params import Params
+from everlearn.penalty import QuadraticPenalty
+from everlearn.stream import Batch
+
+
+@dataclass(eq=False)
+class EWC(QuadraticPenalty):
+    """Elastic weight consolidation (Kirkpatrick et al., PNAS 2017): old tasks as a Gaussian at their optimum.
+
+        separate:  L = L_task + ½ Σₖ (θ - θₖ*)ᵀ λₖFₖ (θ - θₖ*)
+        online:    L = L_task + ½ γ (θ - θₜ*)ᵀ F̃ₜ (θ - θₜ*),   F̃ₜ = γ F̃ₜ₋₁ + λₜFₜ
+
+    Fₖ is the Fisher information at the optimum θₖ* of task k, a mean over examples. Separate penalties are kept as one
+    quadratic, exactly: their cost does not grow with the tasks. Online is the sequential Bayesian update of Huszár (2018)
+    for γ = 1, around the latest optimum alone, and that of Progress & Compress (Schwarz et al., 2018) for γ < 1, where γ
+    acts twice, as there. Both start from a prior, F̃₀ = λ_prior · 1.
+
+    With ``structure="kronecker"`` and ``mode="online"`` this is the online Laplace approximation of Ritter et al. (2018).
+    A sum of Kronecker products is not one: up to ``pairs`` of them are kept per layer, then the oldest two become one
+    (``Kronecker.compact``).
+
+    Args:
+        strength: λ, the same for all tasks, or one for each. With mean losses over equally many examples 1 is what Bayes'
+            rule asks; benchmarks often need far more, and it must be tuned.
+        mode: an anchor per task, or only the latest.
+        labels: of the Fisher information, see ``curvature.fisher``.
+        structure: of the Fisher information; "full" is for models of a few thousand parameters.
+        decay: γ.
+        average: of F̃ over tasks instead of their sum (Maltoni & Lomonaco, 2019), weighted with γ; online only.
+        prior: λ_prior.
+        cap: upper limit for λF, after averaging. A gradient step of rate η diverges where η λF > 2, so that 1/η is a
+            natural limit. Diagonal only.
+        examples: how many to take the Fisher information on, drawn at random; by default all.
+        pairs: Kronecker products kept per layer.
+    """
+
+    strength: NonNegative | tuple[float, ...] = 1.0
+    mode: Literal["separate", "online"] = "separate"
+    labels: Labels = "exact"
+    structure: Structure = "diagonal"
+    decay: Annotated[float, Range(0, 1)] = 1.0
+    average: bool = False
+    prior: NonNegative = 0.0
+    cap: NonNegative | None = None
+    examples: Annotated[int, Range(1)] | None = None
+    pairs: Annotated[int, Range(1)] = 10
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.mode == "separate" and (self.decay != 1 or self.average):
+            raise ValueError("EWC.decay and EWC.average weigh tasks in a running sum: use mode='online'.")
+        if self.structure != "diagonal" and (self.cap is not None or self.half):
+            raise ValueError("EWC.cap and EWC.half are for structure='diagonal'.")
+        if isinstance(self.strength, tuple) and not all(s >= 0 for s in self.strength):
+            raise ValueError(f"EWC.strength: got {self.strength}, allowed: 0 or more for each task.")
+        self.tasks = 0
+        self.weight = 0.0  # Σ γ^(t-k)
+        self._now: Quadratic | None = None
+
+    def penalty(self, model: nn.Module, batch: Batch | None = None, out: Tensor | None = None) -> Tensor | float:
+        """The pull back to the old optima."""
+        if not self.bowl.anchor:
+            return 0.0
+        if self._now is None:
+            self._now = self._weighed()
+        return self._now(model)
+
+    def _weighed(self) -> Quadratic:
+        """What holds now: F̃ times γ, over the total weight where it is an average, up to the cap."""
+        factor = self.decay / self.weight if self.average else self.decay
+        if factor == 1 and self.cap is None:
+            return self.bowl
+        form = self.bowl.form * factor
+        if self.cap is not None:
+            form = Diagonal({n: v.clamp(max=self.cap) for n, v in form.diagonal().items()})
+        return Quadratic(form, self.bowl.anchor)
+
+    def end_task(self, model: nn.Module, task: Any) -> None:
+        """Take the Fisher information where the task has left the model."""
+        found = fisher(model, task, self.labels, self.structure, seed=self.tasks, examples=self.examples)
+        self.consolidate(model, found)
+
+    def consolidate(self, model: nn.Module, importance: Form | Params) -> None:
+        """Hold the parameters where they are now, with any importance in the Fisher information's place."""
+        form, here = self.selected(model, importance)
+        form = form * self._strength()
+        if self.prior and not self.tasks:
+            form = form.damped(self.prior)
+        if self.mode == "separate":
+            self.bowl.add(form, here)
+        else:
+            self.bowl.move(form if not self.tasks else total(self.bowl.form * self.decay, form), here)
+        if isinstance(self.bowl.form, Kronecker):
+            self.bowl.form = self.bowl.form.compact(self.pairs)
+        self.bowl.form = self.stored(self.bowl.form)
+        self.tasks, self.weight, self._now = self.tasks + 1, self.decay * self.weight + 1, None
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what an EWC of the same settings had learned."""
+        super().load_state_dict(state)
+        self._now = None
+
+    def _strength(self) -> float:
+        if not isinstance(self.strength, tuple):
+            return float(self.strength)
+        if self.tasks >= len(self.strength):
+            raise ValueError(
+                f"EWC.strength has {len(self.strength)} values, this is task {self.tasks + 1}: give one for each."
+            )
+        return self.strength[self.tasks]

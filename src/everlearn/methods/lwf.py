@@ -1,0 +1,166 @@
+"""Learning without forgetting: on the new data, go on saying what the old model would have said."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from everlearn.curvature.divergence import output_kl
+from everlearn.heads import output_layer
+from everlearn.likelihood import Categorical
+from everlearn.method import Method, NonNegative, Range
+from everlearn.params import evaluating, unwrap
+from everlearn.stream import Batch
+
+
+@dataclass(eq=False)
+class LwF(Method):
+    """Learning without forgetting (Li & Hoiem, TPAMI 2017).
+
+        L = L_task + strength · Σ over old tasks k of KL( softmax(tₖ/T) ‖ softmax(zₖ/T) ), a mean over the new examples
+
+    z are the outputs of the model and t those of the model as it was before this task, for the *new* inputs; the index k
+    selects the outputs that task k may be answered with. Old outputs and all weights keep learning. The paper writes a
+    cross-entropy, whose gradient is the same and which is not zero where the two models agree. There is no factor T², as in
+    the authors' code. Outputs that are not classes are compared by the same divergence: squared error for Gaussian,
+    a term per output for Bernoulli.
+
+    Args:
+        strength: λ_o; 0 is fine-tuning. The weights of van de Ven & Tolias (2019), 1/t and (1 - 1/t) T², are T² here, up to
+            the scale of the whole loss.
+        temperature: T; higher ones make the model keep also what it thinks unlikely.
+        warmup: steps at the start of every later task in which only outputs that are new in it learn. Where a task brings
+            no new outputs there is nothing to warm up.
+        output: name of the output layer, for the warm-up; by default the last ``nn.Linear``.
+    """
+
+    strength: NonNegative = 1.0
+    temperature: Annotated[float, Range(1e-3)] = 2.0
+    warmup: Annotated[int, Range(0)] = 0
+    output: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.latest: dict[str, Any] = {}  # the model as the last task left it, and what it can be asked
+        self.teacher: dict[str, Any] = {}  # the one that teaches now
+        self.learned: list[int] = []
+        self.current: int | None = None
+        self._asked: list[tuple[Tensor, int]] | None = None
+        self._warmup = Warmup()
+
+    def begin_task(self, model: nn.Module, task: Any) -> None:
+        """The model as the last task left it becomes the teacher; chunks of one task share theirs."""
+        self.current, self._asked = getattr(task, "id", None), None
+        if self.latest and (self.current is None or self.current != self.latest["ids"][-1]):
+            self.teacher = self.latest
+            if self.warmup:
+                self._warmup.begin(unwrap(model), task, self.teacher, self.warmup, self.output)
+
+    def penalty(self, model: nn.Module, batch: Batch | None = None, out: Tensor | None = None) -> Tensor | float:
+        """How far the answers have moved from the teacher's.
+
+        Args:
+            model: the student.
+            batch: the new examples; a tensor of inputs will do.
+            out: what the model answers to them, if that is known already.
+        """
+        teacher = self.teacher or self.latest
+        if not teacher or not self.strength:
+            return 0.0
+        if batch is None:
+            raise ValueError("LwF compares answers: give the inputs, penalty(model, batch) or penalty(model, x, out).")
+        x, likelihood = (batch.x, batch.likelihood) if isinstance(batch, Batch) else (batch, Categorical())
+        out = model(x) if out is None else out
+        inner = unwrap(model)
+        with torch.no_grad(), evaluating(inner):
+            target = functional_call(inner, teacher["state"], (x,))
+        if self._asked is None:
+            self._asked = _questions(teacher, self.current, target)
+        total = out.new_zeros(())
+        for columns, times in self._asked:
+            p, q = (o[..., columns] / self.temperature for o in (target, out))
+            total = total + times * output_kl(likelihood, p, q).sum() / len(out)
+        return self.strength * total
+
+    def before_step(self, model: nn.Module) -> None:
+        """During the warm-up only new outputs have a gradient."""
+        self._warmup.before_step()
+
+    def after_step(self, model: nn.Module) -> None:
+        """During the warm-up everything else stays, whatever the optimizer carries along."""
+        self._warmup.after_step()
+
+    def end_task(self, model: nn.Module, task: Any) -> None:
+        """Remember the model as it is."""
+        place, allowed = getattr(task, "id", None), getattr(task, "allowed", None)
+        place = -1 - len(self.learned) if place is None else place
+        self.learned = [*(k for k in self.learned if k != place), place]
+        rows = None if allowed is None else allowed[self.learned].clone()
+        state = {n: v.detach().clone() for n, v in unwrap(model).state_dict().items()}
+        self.latest, self._asked = {"state": state, "ids": list(self.learned), "rows": rows}, None
+        self._warmup = Warmup()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what another had learned."""
+        super().load_state_dict(state)
+        self._asked = None
+
+
+def _questions(teacher: dict[str, Any], current: int | None, target: Tensor) -> list[tuple[Tensor, int]]:
+    """The outputs each old task may be answered with, and how many old tasks share them."""
+    old = [i for i, k in enumerate(teacher["ids"]) if k != current]
+    if teacher["rows"] is None:
+        return [(torch.arange(target.shape[-1], device=target.device), len(old))] if old else []
+    rows, times = teacher["rows"][old].unique(dim=0, return_counts=True)
+    return [(row.nonzero().flatten().to(target.device), int(n)) for row, n in zip(rows, times, strict=True)]
+
+
+class Warmup:
+    """Some steps in which only the outputs that are new in a task learn, bit for bit, under any optimizer."""
+
+    def __init__(self) -> None:
+        self.left = 0
+        self.frozen: list[nn.Parameter] = []
+        self.rows: list[tuple[nn.Parameter, Tensor]] = []  # of the output layer: the parameter, and its old rows
+        self.values: list[tuple[Tensor, Tensor | None, Tensor]] = []
+
+    def begin(self, model: nn.Module, task: Any, teacher: dict[str, Any], steps: int, output: str | None) -> None:
+        """Find the new outputs; without any there is no warm-up."""
+        name, layer = output_layer(model, output)
+        old = torch.arange(layer.out_features) < len(teacher["state"][f"{name}.weight"])
+        allowed = getattr(task, "allowed", None)
+        if allowed is not None and teacher["rows"] is not None:
+            new = allowed[task.id] & ~teacher["rows"].any(0)
+            old[: len(new)] &= ~new
+        if old.all():
+            return
+        own = {id(p) for p in layer.parameters()}
+        self.left = steps
+        self.frozen = [p for p in model.parameters() if p.requires_grad and id(p) not in own]
+        self.rows = [(p, old.to(p.device)) for p in layer.parameters() if p.requires_grad]
+        self.values = [(v, None, v.detach().clone()) for v in [*self.frozen, *model.buffers()]]
+        self.values += [(p, rows, p.detach()[rows].clone()) for p, rows in self.rows]
+
+    def before_step(self) -> None:
+        """No gradient, so that optimizers pass over the frozen."""
+        if self.left:
+            for p in self.frozen:
+                p.grad = None
+            for p, old in self.rows:
+                if p.grad is not None:
+                    p.grad[old] = 0
+
+    @torch.no_grad()
+    def after_step(self) -> None:
+        """Put back what has moved all the same: statistics, and rows by momentum or decay."""
+        if self.left:
+            for tensor, rows, value in self.values:
+                if rows is None:
+                    tensor.copy_(value)
+                else:
+                    tensor[rows] = value
+            self.left -= 1

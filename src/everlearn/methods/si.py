@@ -1,0 +1,130 @@
+"""Synaptic intelligence: parameters are held by how much they have lowered the loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor, nn
+
+from everlearn.curvature.diagonal import Diagonal, grown_sum, on
+from everlearn.method import NonNegative, Range
+from everlearn.params import Params, grown, matching, named, remembered
+from everlearn.penalty import QuadraticPenalty
+from everlearn.stream import Batch
+
+
+@dataclass(eq=False)
+class SI(QuadraticPenalty):
+    """Synaptic intelligence (Zenke, Poole & Ganguli, ICML 2017).
+
+        every step:     ωᵢ ← ωᵢ - gᵢ · Δθᵢ,   g = ∂L_task/∂θ before the step, Δθ = what the optimizer did
+        end of a task:  Ωᵢ ← max(0, Ωᵢ + ωᵢ / ((θᵢ - θ*ᵢ)² + damping)),   θ* ← θ,   ω ← 0
+        L = L_task + strength · Σᵢ Ωᵢ (θᵢ - θ*ᵢ)²
+
+    The path integral is over the gradient of the task loss alone. That is why the pull of the penalty is added to the
+    gradients in ``before_step``: ``penalty`` tells its height and has no gradient. A loop of your own speaks ``before_step``
+    and ``after_step``. In a chain, penalties of other methods count as part of the task loss.
+
+    Args:
+        strength: c; 0 is fine-tuning.
+        damping: ξ, keeps the importance of a parameter that has hardly moved finite.
+        consolidate_every: consolidate after so many steps instead of at the end of a task: no boundaries are needed.
+    """
+
+    strength: NonNegative = 1.0
+    damping: Annotated[float, Range(1e-12)] = 0.1
+    consolidate_every: Annotated[int, Range(1)] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.path: Params = {}  # ω
+        self.steps = 0
+        self._pull: Params | None = None
+        self._before: tuple[Params, Params] = {}, {}  # θ and g
+
+    def begin_task(self, model: nn.Module, task: Any) -> None:
+        """The path of new parameters begins here."""
+        self._set_out(named(model))
+
+    def penalty(self, model: nn.Module, batch: Batch | None = None, out: Tensor | None = None) -> Tensor | float:
+        """The height of the penalty, for the loss that is shown; its gradient comes in ``before_step``."""
+        if not self._holds():
+            return 0.0
+        with torch.no_grad():
+            height, self._pull = self.bowl.pull(remembered(model, self.bowl.anchor))
+        return height
+
+    @torch.no_grad()
+    def before_step(self, model: nn.Module) -> None:
+        """Note where the step starts and the task loss's gradient there; then add the pull of the penalty."""
+        parameters = named(model)
+        if any(n not in self.path or self.path[n].shape != p.shape for n, p in parameters.items()):
+            self._set_out(parameters)
+        g = {n: p.grad for n, p in parameters.items() if n in self.path and p.grad is not None}
+        if not self._holds():
+            g = {n: d.clone() for n, d in g.items()}  # clipping changes gradients in place
+        self._before = {n: parameters[n].clone() for n in g}, g
+        if not self._holds():
+            return
+        if self._pull is None:
+            _, self._pull = self.bowl.pull(remembered(model, self.bowl.anchor))
+        for name, pull in self._pull.items():
+            p = parameters[name]
+            pull = grown(pull, p.shape).to(p.dtype)
+            p.grad = pull if p.grad is None else p.grad + pull
+
+    @torch.no_grad()
+    def after_step(self, model: nn.Module) -> None:
+        """Add to the path integral what the step has brought."""
+        theta, g = self._before
+        for name, p in named(model).items():
+            if name in theta:
+                self.path[name].addcmul_(g[name], p - theta[name], value=-1)
+        self._before, self._pull = ({}, {}), None
+        self.steps += 1
+        if self.consolidate_every and self.steps % self.consolidate_every == 0:
+            self._arrive(model)
+
+    def end_task(self, model: nn.Module, task: Any) -> None:
+        """Turn the path integral into importances, unless that is done every so many steps."""
+        if not self.steps:
+            raise ValueError(
+                "SI has not seen a single step: call before_step(model) and after_step(model) in your loop."
+            )
+        if self.consolidate_every is None:
+            self._arrive(model)
+
+    def _holds(self) -> bool:
+        return bool(self.strength and isinstance(self.bowl.form, Diagonal) and self.bowl.form.values)
+
+    def _set_out(self, parameters: Params) -> None:
+        """Paths for parameters, and rows of parameters, that have none yet."""
+        for name in matching(parameters, self.only):
+            p = parameters[name].detach()
+            if (path := self.path.get(name)) is not None and path.shape == p.shape:
+                continue
+            start, held = p.clone(), self.bowl.anchor.get(name)
+            if held is not None:
+                start[tuple(slice(length) for length in held.shape)] = on(held, p)
+            self.bowl.anchor[name] = start.cpu() if self.offload else start
+            zero = torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
+            self.path[name] = zero if path is None else grown(path, p.shape).clone()
+
+    @torch.no_grad()
+    def _arrive(self, model: nn.Module) -> None:
+        """Ω, and a new path from here."""
+        parameters = named(model)
+        weights = matching(parameters, self.only)
+        here = {n: p.detach().clone() for n, p in parameters.items() if n in self.path}
+        scale, importance = 2 * self.strength, Params()  # the quadratic has a ½, the penalty has not
+        held = self.bowl.form.diagonal()
+        for name, theta in here.items():
+            moved = theta - on(self.bowl.anchor[name], theta)
+            new = scale * weights[name] * self.path[name] / (moved.square() + self.damping)
+            before = held.get(name)
+            importance[name] = (new if before is None else grown_sum(on(before, new).to(new.dtype), new)).relu()
+            self.path[name].zero_()
+        kept = {n: v.cpu() for n, v in here.items()} if self.offload else here
+        self.bowl.move(self.stored(Diagonal(importance)), kept)

@@ -1,0 +1,87 @@
+"""What EWC, MAS, SI and L2 share: parameters held where they are, each as firmly as it matters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from everlearn.curvature.diagonal import Diagonal
+from everlearn.curvature.quadratic import FORMS, Form, Quadratic, total
+from everlearn.method import Method
+from everlearn.params import Params, matching, named, remembered
+from everlearn.stream import Batch
+
+
+@dataclass(eq=False)
+class QuadraticPenalty(Method):
+    """A penalty that is a quadratic in the parameters: the base of methods that give each parameter an importance.
+
+        L = L_task + ½ (θ - θ*)ᵀ F (θ - θ*)
+
+    F is ``bowl.form``, the importances times their strength, and θ* is ``bowl.anchor``. Outputs and parameters that appear
+    after θ* was taken are free. The gradient is computed directly, all parameters at once, and costs the same after any
+    number of tasks.
+
+    Args:
+        only: which parameters are held: a pattern such as ``"backbone.*"``, or patterns with weights, the last match
+            counting: ``{"*": 1.0, "head.*": 0.0, "stem.*": 10.0}``. By default all.
+        half: keep importances in bfloat16, at half the memory; θ* stays exact.
+        offload: keep importances and θ* on the CPU, for a model that fills its device.
+    """
+
+    only: str | dict[str, float] | None = field(default=None, kw_only=True)
+    half: bool = field(default=False, kw_only=True)
+    offload: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.bowl = Quadratic()
+
+    def penalty(self, model: nn.Module, batch: Batch | None = None, out: Tensor | None = None) -> Tensor | float:
+        """The pull back to θ*; nothing before the first task has ended."""
+        return self.bowl(model) if self.bowl.anchor else 0.0
+
+    def hold(self, model: nn.Module, importance: Form | Params, scale: float, decay: float = 1.0) -> None:
+        """Hold the parameters where they are now: F ← decay · F + scale · importance."""
+        form, here = self.selected(model, importance)
+        form = form * scale
+        if self.bowl.anchor and decay:
+            form = total(self.bowl.form * decay, form)
+        self.bowl.move(self.stored(form), here)
+
+    def selected(self, model: nn.Module, importance: Form | Params) -> tuple[Form, Params]:
+        """An importance and the parameters it holds, as ``only`` says."""
+        form = Diagonal(dict(importance)) if isinstance(importance, dict) else importance
+        if not isinstance(form, tuple(FORMS.values())):
+            raise TypeError(
+                f"An importance is a Diagonal, Kronecker or Full form or a dict of tensors by parameter name, got a "
+                f"{type(importance).__name__}."
+            )
+        parameters = named(model)
+        weights = matching(parameters, self.only)
+        if isinstance(form, Diagonal):
+            _check(form, parameters)
+        here = {n: p.detach().clone() for n, p in parameters.items() if n in weights}
+        remembered(model, here)
+        return form.weighted(weights), {n: v.cpu() for n, v in here.items()} if self.offload else here
+
+    def stored(self, form: Form) -> Form:
+        """The form as it is to be kept."""
+        return form.to("cpu" if self.offload else None, torch.bfloat16 if self.half else None)
+
+
+def _check(form: Diagonal, parameters: Params) -> None:
+    if not set(form.values) & set(parameters):
+        raise ValueError(
+            f"This importance is of {', '.join(list(form.values)[:3]) or 'nothing'}, none of which is a trainable parameter "
+            f"of the model ({', '.join(list(parameters)[:3])} …): take it of the same model."
+        )
+    for name, value in form.values.items():
+        if name in parameters and value.shape != parameters[name].shape:
+            raise ValueError(
+                f"The importance of {name} has shape {tuple(value.shape)}, the parameter {tuple(parameters[name].shape)}."
+            )
+        if not value.isfinite().all() or (value < 0).any():
+            raise ValueError(f"The importance of {name} has negative, infinite or NaN entries: a penalty needs F ≥ 0.")
