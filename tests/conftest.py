@@ -1,3 +1,6 @@
+import os
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -34,3 +37,13 @@ def small_net():
 def _some_digits():
     (x, y), (x_test, y_test) = streams.digits_data()
     return (x[:500], y[:500]), (x_test[:200], y_test[:200])
+
+
+@pytest.fixture
+def shared_data():
+    """The folder of real data sets, where there is one."""
+    given = os.environ.get("EVERLEARN_DATA")
+    folder = Path(given) if given else Path(__file__).parents[2] / "shared" / "data"
+    if not (folder / "mnist").exists():
+        pytest.skip("no real data here: set EVERLEARN_DATA to the folder that holds them")
+    return folder

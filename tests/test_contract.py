@@ -135,7 +135,9 @@ def test_end_of_task_leaves_the_model_as_it_was(name, fresh):
 )
 def test_every_value_of_every_option_runs(name, option, fresh):
     model, stream = fresh()
-    learn(model, METHODS[name](**option), stream.tasks[:2])
+    gentle = lambda parameters: torch.optim.SGD(parameters, lr=0.005)  # a full Fisher information can be steep
+    for task in stream.tasks[:2]:
+        everlearn.train(model, METHODS[name](**option), task, optimizer=gentle, epochs=2, batch_size=16)
     assert weights(model).isfinite().all()
 
 

@@ -119,9 +119,9 @@ def explain_loss(value: float, task: Task, step: int, batch: Batch, model: nn.Mo
     elif rows is not None and batch.y is not None and batch.y.dim() == 1 and not rows.gather(1, batch.y[:, None]).all():
         cure = "the batch has labels that the task's table of allowed classes does not name"
     elif any(not p.isfinite().all() for p in model.parameters()):
-        cure = "the weights are no longer finite since the step before: lower the learning rate, or clip gradients"
+        cure = "the weights are no longer finite since the step before: lower the learning rate or the strength of the method, or clip gradients"
     else:
-        cure = "lower the learning rate, or clip gradients; the parameters are those before this step"
+        cure = "lower the learning rate or the strength of the method, or clip gradients; the parameters are those before this step"
     return f"The loss is {value} in {task}, epoch {batch.epoch}, step {step}: {cure}."
 
 

@@ -184,7 +184,7 @@ def test_the_embedded_digits():
     assert y_test.bincount(minlength=10).min() >= 34
 
 
-@pytest.mark.parametrize("name", list(streams.STREAMS))
+@pytest.mark.parametrize("name", [name for name in streams.STREAMS if name.endswith("digits")])
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_named_streams_exist_in_every_scenario(name, scenario):
     stream = streams.STREAMS[name](scenario=scenario, seed=1, valid=0.1)

@@ -48,7 +48,7 @@ class EWC(QuadraticPenalty):
         pairs: Kronecker products kept per layer.
     """
 
-    strength: NonNegative | tuple[float, ...] = 1.0
+    strength: NonNegative | tuple[float, ...] = 100.0
     mode: Literal["separate", "online"] = "separate"
     labels: Labels = "exact"
     structure: Structure = "diagonal"

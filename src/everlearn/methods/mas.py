@@ -35,7 +35,7 @@ class MAS(QuadraticPenalty):
         decay: of earlier importances; 1 sums them, 0 keeps the last task's alone.
     """
 
-    strength: NonNegative = 1.0
+    strength: NonNegative = 0.1
     norm: Norm = "squared"
     decay: Annotated[float, Range(0, 1)] = 1.0
 

@@ -33,7 +33,7 @@ class SI(QuadraticPenalty):
         consolidate_every: consolidate after so many steps instead of at the end of a task: no boundaries are needed.
     """
 
-    strength: NonNegative = 1.0
+    strength: NonNegative = 10.0
     damping: Annotated[float, Range(1e-12)] = 0.1
     consolidate_every: Annotated[int, Range(1)] | None = None
 
@@ -97,7 +97,14 @@ class SI(QuadraticPenalty):
             self._arrive(model)
 
     def _holds(self) -> bool:
-        return bool(self.strength and isinstance(self.bowl.form, Diagonal) and self.bowl.form.values)
+        return bool(self.strength and self.omega.values)
+
+    @property
+    def omega(self) -> Diagonal:
+        """Ω, times twice the strength: the quadratic has a ½, the penalty has not."""
+        if not isinstance(self.bowl.form, Diagonal):
+            raise TypeError("SI holds importances per parameter: hand it a Diagonal.")
+        return self.bowl.form
 
     def _set_out(self, parameters: Params) -> None:
         """Paths for parameters, and rows of parameters, that have none yet."""
@@ -106,8 +113,10 @@ class SI(QuadraticPenalty):
             if (path := self.path.get(name)) is not None and path.shape == p.shape:
                 continue
             start, held = p.clone(), self.bowl.anchor.get(name)
-            if held is not None:
+            if held is not None:  # the rows it had stay held
                 start[tuple(slice(length) for length in held.shape)] = on(held, p)
+            if name in self.omega.values:
+                self.omega.values[name] = grown(self.omega.values[name], p.shape)
             self.bowl.anchor[name] = start.cpu() if self.offload else start
             zero = torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
             self.path[name] = zero if path is None else grown(path, p.shape).clone()
@@ -118,12 +127,11 @@ class SI(QuadraticPenalty):
         parameters = named(model)
         weights = matching(parameters, self.only)
         here = {n: p.detach().clone() for n, p in parameters.items() if n in self.path}
-        scale, importance = 2 * self.strength, Params()  # the quadratic has a ½, the penalty has not
-        held = self.bowl.form.diagonal()
+        importance: Params = {}
         for name, theta in here.items():
             moved = theta - on(self.bowl.anchor[name], theta)
-            new = scale * weights[name] * self.path[name] / (moved.square() + self.damping)
-            before = held.get(name)
+            new = 2 * self.strength * weights[name] * self.path[name] / (moved.square() + self.damping)
+            before = self.omega.values.get(name)
             importance[name] = (new if before is None else grown_sum(on(before, new).to(new.dtype), new)).relu()
             self.path[name].zero_()
         kept = {n: v.cpu() for n, v in here.items()} if self.offload else here

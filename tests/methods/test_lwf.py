@@ -1,0 +1,238 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from everlearn import Batch, Bernoulli, Gaussian, LwF, Method, Task, heads, nets, streams, train
+from everlearn.stream import allowed_classes
+
+double = pytest.mark.usefixtures("double")
+
+
+def shift(model, amount=0.3):
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(amount * torch.randn_like(p))
+
+
+def taught(method, outputs=4, task=None):
+    """A model that has moved on, its teacher's outputs and its own."""
+    model, x = nn.Linear(3, outputs), torch.randn(6, 3)
+    method.end_task(model, task)
+    target = model(x).detach()
+    shift(model)
+    return model, x, target
+
+
+@double
+@pytest.mark.parametrize("temperature", [1.0, 2.0, 5.0])
+def test_value_and_gradient(temperature):
+    method = LwF(3.0, temperature)
+    model, x, target = taught(method)
+    out = model(x)
+    out.retain_grad()
+    penalty = method.penalty(model, Batch(x), out)
+    p, log_q = (target / temperature).softmax(-1), (out / temperature).log_softmax(-1)
+    torch.testing.assert_close(penalty, 3 * F.kl_div(log_q, p, reduction="batchmean"))
+    penalty.backward()
+    torch.testing.assert_close(out.grad, 3 * (log_q.exp() - p).detach() / (temperature * len(x)))
+    cross_entropy = -(p * (model(x) / temperature).log_softmax(-1)).sum(-1).mean()
+    g = torch.autograd.grad(3 * cross_entropy, model.weight)[0]
+    torch.testing.assert_close(model.weight.grad, g)  # the paper's form differs by the teacher's entropy alone
+
+
+@double
+def test_zero_where_the_models_agree():
+    method = LwF()
+    model, x = nn.Linear(3, 4), torch.randn(6, 3)
+    method.end_task(model, None)
+    penalty = method.penalty(model, x)
+    penalty.backward()
+    assert penalty.abs() < 1e-15 and model.weight.grad.abs().max() < 1e-16
+
+
+@double
+def test_high_temperatures_match_centred_outputs():
+    temperature = 1e3
+    method = LwF(temperature**2, temperature)
+    model, x, target = taught(method)
+    out = model(x)
+    out.retain_grad()
+    method.penalty(model, x, out).backward()
+    centred = [v - v.mean(1, keepdim=True) for v in (out.detach(), target)]
+    torch.testing.assert_close(out.grad, (centred[0] - centred[1]) / (4 * len(x)), rtol=1e-2, atol=1e-5)
+
+
+@double
+def test_a_constant_added_to_all_outputs_changes_nothing():
+    method = LwF()
+    model, x, _ = taught(method)
+    out = model(x)
+    torch.testing.assert_close(method.penalty(model, x, out), method.penalty(model, x, out + torch.randn(6, 1)))
+
+
+@double
+def test_old_heads_are_asked_one_by_one():
+    classes = [[0, 1], [2, 3], [4, 5]]
+    method, model, x = LwF(), nn.Linear(3, 6), torch.randn(5, 3)
+    for t in range(2):
+        method.end_task(model, Task(id=t, allowed=allowed_classes("task", classes, t)))
+    target = model(x).detach()
+    method.begin_task(model, Task(id=2, allowed=allowed_classes("task", classes, 2)))
+    shift(model)
+    out = model(x)
+    truth = sum(
+        F.kl_div((out[:, c] / 2).log_softmax(-1), (target[:, c] / 2).softmax(-1), reduction="batchmean")
+        for c in classes[:2]
+    )
+    torch.testing.assert_close(method.penalty(model, Batch(x), out), truth)
+
+
+@double
+@pytest.mark.parametrize(("scenario", "asked"), [("class", 4), ("domain", 6)])
+def test_shared_outputs_are_asked_once_for_every_old_task(scenario, asked):
+    classes = [[0, 1], [2, 3], [4, 5]] if scenario == "class" else [[0, 1, 2, 3, 4, 5]] * 3
+    method, model, x = LwF(), nn.Linear(3, 6), torch.randn(5, 3)
+    for t in range(2):
+        method.end_task(model, Task(id=t, allowed=allowed_classes(scenario, classes, t)))
+    target = model(x).detach()
+    method.begin_task(model, Task(id=2, allowed=allowed_classes(scenario, classes, 2)))
+    shift(model)
+    out = model(x)
+    one = F.kl_div((out[:, :asked] / 2).log_softmax(-1), (target[:, :asked] / 2).softmax(-1), reduction="batchmean")
+    torch.testing.assert_close(method.penalty(model, Batch(x), out), 2 * one)
+
+
+def test_the_teacher_stays_as_it_was():
+    """Bit for bit, without gradients, in evaluation mode, whatever the student does."""
+    stream = streams.digits("class")
+    model = nn.Sequential(nets.cnn(stream.inputs, stream.outputs, channels=(4,)), nn.Dropout(0.5))
+    method = LwF()
+    train(model, method, stream[0], epochs=1)
+    teacher = {n: v.clone() for n, v in method.latest["state"].items()}
+    train(model, method, stream[1], epochs=1)
+    assert all(torch.equal(v, teacher[n]) and not v.requires_grad for n, v in method.teacher["state"].items())
+    model.train()
+    x = torch.rand(4, *stream.inputs)
+    before = {n: b.clone() for n, b in model.named_buffers()}
+    out = model(x).detach()
+    moved = {n: b.clone() for n, b in model.named_buffers()}
+    first, second = (method.penalty(model, Batch(x), out) for _ in range(2))
+    assert torch.equal(first, second), "no dropout in the teacher"
+    assert all(torch.equal(b, moved[n]) for n, b in model.named_buffers()) and any(
+        not torch.equal(before[n], moved[n]) for n in before
+    )
+    assert all(m.training for m in model.modules())
+
+
+@double
+def test_a_head_that_grew_is_asked_its_old_outputs():
+    method = LwF()
+    model = nn.Sequential(nn.Linear(3, 2))
+    x = torch.randn(5, 3)
+    method.end_task(model, x)
+    target = model(x).detach()
+    heads.grow_output(model, 4)
+    shift(model)
+    out = model(x)
+    truth = F.kl_div((out[:, :2] / 2).log_softmax(-1), (target / 2).softmax(-1), reduction="batchmean")
+    torch.testing.assert_close(method.penalty(model, x), truth)
+
+
+@double
+@pytest.mark.parametrize("likelihood", [Gaussian(), Bernoulli()])
+def test_outputs_that_are_not_classes(likelihood):
+    method = LwF(temperature=1.0)
+    model, x, target = taught(method)
+    out = model(x)
+    found = method.penalty(model, Batch(x, likelihood=likelihood), out)
+    if isinstance(likelihood, Gaussian):
+        truth = (out - target).square().sum(1).mean() / 2
+    else:
+        p = target.sigmoid()
+        truth = (
+            (
+                F.binary_cross_entropy_with_logits(out, p, reduction="none")
+                - F.binary_cross_entropy_with_logits(target, p, reduction="none")
+            )
+            .sum(1)
+            .mean()
+        )
+    torch.testing.assert_close(found, truth)
+
+
+def test_chunks_of_a_task_share_a_teacher():
+    stream = streams.online(streams.digits("class"), chunk=40)
+    model, method = nets.mlp(stream.inputs, stream.outputs, hidden=(8,)), LwF()
+    teachers = {}
+    for task in [t for t in stream if t.id < 3 and t.part < 3]:
+        method.begin_task(model, task)
+        if method.teacher:
+            teachers.setdefault(task.id, []).append(id(method.teacher["state"]["1.weight"]))
+        train(model, method, task)
+    assert set(teachers) == {1, 2} and all(len(set(seen)) == 1 for seen in teachers.values())
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.1),
+        lambda p: torch.optim.AdamW(p, 0.01, weight_decay=0.1),
+    ],
+)
+@pytest.mark.parametrize("scenario", ["task", "class"])
+def test_only_new_outputs_move_during_the_warm_up(optimizer, scenario):
+    stream = streams.digits(scenario)
+    model = nets.cnn(stream.inputs, stream.outputs, channels=(4,))
+    method = LwF(warmup=5)
+    first = train(model, method, stream[0], optimizer=optimizer, epochs=1)
+    before = {n: v.clone() for n, v in model.state_dict().items()}
+    *_, head = [n for n in before if n.endswith("weight")]
+    head = head.removesuffix(".weight")
+    train(model, method, stream[1], optimizer=first.optimizer, iterations=5)
+    for name, value in model.state_dict().items():
+        if name.startswith(head):
+            old = torch.tensor([c not in (2, 3) for c in range(10)])
+            assert torch.equal(value[old], before[name][old]) and not torch.equal(value[2:4], before[name][2:4])
+        else:
+            assert torch.equal(value, before[name]), name
+    train(model, method, Task(stream[1].train, id=1, allowed=stream[1].allowed), optimizer=optimizer, iterations=1)
+
+
+def test_everything_moves_after_the_warm_up():
+    stream = streams.digits("task")
+    model, method = nets.mlp(stream.inputs, stream.outputs, hidden=(8,)), LwF(warmup=3)
+    train(model, method, stream[0], epochs=1)
+    before = {n: v.clone() for n, v in model.state_dict().items()}
+    train(model, method, stream[1], iterations=4)
+    assert all(not torch.equal(v, before[n]) for n, v in model.state_dict().items())
+
+
+def test_without_new_outputs_there_is_no_warm_up():
+    stream = streams.digits("domain")
+    ends = []
+    for method in (LwF(), LwF(warmup=5)):
+        torch.manual_seed(0)
+        model = nets.mlp(stream.inputs, stream.outputs, hidden=(8,))
+        for task in stream.tasks[:2]:
+            train(model, method, task, iterations=3)
+        ends.append(torch.cat([p.flatten() for p in model.parameters()]))
+    assert torch.equal(*ends)
+
+
+def test_it_needs_inputs():
+    method = LwF()
+    model, *_ = taught(method)
+    with pytest.raises(ValueError, match=r"give the inputs, penalty\(model, batch\)"):
+        method.penalty(model)
+
+
+def test_strength_zero_is_fine_tuning():
+    stream, ends = streams.digits("task"), []
+    for method in (Method(), LwF(0.0)):
+        torch.manual_seed(0)
+        model = nets.mlp(stream.inputs, stream.outputs, hidden=(8,))
+        for task in stream.tasks[:2]:
+            train(model, method, task, iterations=3)
+        ends.append(torch.cat([p.flatten() for p in model.parameters()]))
+    assert torch.equal(*ends)

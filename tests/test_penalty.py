@@ -1,0 +1,264 @@
+"""What EWC, MAS, SI and L2 have in common, on any model and in any loop."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from everlearn import EWC, L2, MAS, SI, LwF, Method, evaluate, heads, nets, streams, train
+from everlearn.method import label
+from everlearn.params import named, snapshot
+
+ANCHORED = [L2, EWC, MAS, SI]
+
+
+def body_and_head():
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def data(n=32):
+    x = torch.randn(n, 4)
+    return x, x[:, :3].argmax(1)
+
+
+def learned(kind, model=None, **settings):
+    model, method = model or body_and_head(), kind(**settings)
+    train(model, method, data(), epochs=2, batch_size=8)
+    return model, method
+
+
+def shift(model, amount=0.1):
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(amount * torch.randn_like(p))
+
+
+def pulled(method, model):
+    """The gradient of the penalty alone."""
+    model.zero_grad()
+    penalty = method.penalty(model)
+    if penalty.requires_grad:
+        penalty.backward()
+    else:
+        method.before_step(model)
+    return {n: p.grad for n, p in named(model).items() if p.grad is not None}
+
+
+@pytest.mark.parametrize("kind", ANCHORED)
+def test_value_and_gradient_are_those_of_the_quadratic(kind, double):
+    model, method = learned(kind)
+    assert method.penalty(model) == 0
+    assert all((g == 0).all() for g in pulled(method, model).values())
+    anchor, importance = snapshot(model), method.bowl.form.values
+    shift(model)
+    moved = {n: p.detach() - anchor[n] for n, p in named(model).items()}
+    truth = sum((importance[n] * moved[n] ** 2).sum() for n in moved) / 2
+    torch.testing.assert_close(torch.as_tensor(method.penalty(model)).detach(), truth)
+    for n, g in pulled(method, model).items():
+        torch.testing.assert_close(g, importance[n] * moved[n])
+
+
+@pytest.mark.parametrize("kind", ANCHORED)
+def test_only_what_a_pattern_matches_is_held(kind):
+    model, method = learned(kind, only="0.*")
+    assert set(method.bowl.anchor) == set(method.bowl.form.values) == {"0.weight", "0.bias"}
+    shift(model)
+    assert set(pulled(method, model)) <= {"0.weight", "0.bias"}
+
+
+@pytest.mark.parametrize("kind", ANCHORED)
+def test_layers_can_be_weighted(kind, double):
+    torch.manual_seed(0)
+    _, weighted = learned(kind, only={"*": 1.0, "2.*": 10.0, "0.bias": 0.0})
+    torch.manual_seed(0)
+    _, plain = learned(kind)
+    for name, value in weighted.bowl.form.values.items():
+        torch.testing.assert_close(value, plain.bowl.form.values[name] * (10.0 if name.startswith("2") else 1.0))
+    assert "0.bias" not in weighted.bowl.form.values
+
+
+@pytest.mark.parametrize("structure", ["kronecker", "full"])
+def test_layers_can_be_weighted_in_every_structure(structure, double):
+    weights = {"0.weight": 1.0, "0.bias": 0.25, "2.weight": 4.0}
+    model, plain = learned(EWC, structure=structure)
+    weighted = EWC(structure=structure, only=weights)
+    weighted.end_task(model, xy := data())
+    plain = EWC(structure=structure)
+    plain.end_task(model, xy)
+    delta = {n: torch.randn_like(p) for n, p in named(model).items()}
+    scaled = {n: d * weights.get(n, 0.0) ** 0.5 for n, d in delta.items()}
+    torch.testing.assert_close(weighted.bowl.form.quad(delta), plain.bowl.form.quad(scaled))
+
+
+@pytest.mark.parametrize("kind", ANCHORED)
+def test_a_pattern_that_matches_nothing_is_refused(kind):
+    with pytest.raises(ValueError, match=r"'backbone.\*' matches no trainable parameter; there are: 0.weight, 0.bias"):
+        learned(kind, only="backbone.*")
+
+
+@pytest.mark.parametrize("kind", ANCHORED)
+def test_importances_in_half_precision(kind):
+    _, method = learned(kind, half=True)
+    assert all(v.dtype == torch.bfloat16 for v in method.bowl.form.values.values())
+    assert all(v.dtype == torch.float32 for v in method.bowl.anchor.values())
+    torch.manual_seed(0)
+    same, full = learned(kind)
+    torch.manual_seed(0)
+    model, method = learned(kind, half=True)
+    shift(model)
+    same.load_state_dict(model.state_dict())
+    torch.testing.assert_close(
+        torch.as_tensor(method.penalty(model)), torch.as_tensor(full.penalty(same)), rtol=1e-2, atol=0
+    )
+    learn_on = train(model, method, data(), epochs=1, batch_size=8)
+    assert learn_on.loss < 100
+
+
+@pytest.mark.parametrize("kind", ANCHORED)
+def test_importances_on_the_cpu(kind):
+    model, method = learned(kind, offload=True)
+    assert all(v.device.type == "cpu" for v in [*method.bowl.form.values.values(), *method.bowl.anchor.values()])
+    train(model, method, data(), epochs=1, batch_size=8)
+
+
+@pytest.mark.parametrize("kind", ANCHORED)
+def test_new_outputs_and_new_parameters_are_free(kind):
+    model, method = learned(kind)
+    heads.grow_output(model, 5)
+    model.append(nn.Linear(5, 5))
+    with torch.no_grad():
+        model[2].weight[3:] += 1
+        model[3].weight += 1
+    assert method.penalty(model) == 0
+    train(model, method, data(), epochs=1, batch_size=8)
+    assert method.bowl.anchor["2.weight"].shape == method.bowl.form.values["2.weight"].shape == (5, 6)
+    assert "3.weight" in method.bowl.anchor
+    shift(model)
+    assert method.penalty(model) > 0
+
+
+@pytest.mark.parametrize("kind", ANCHORED)
+def test_another_model_is_refused(kind):
+    _, method = learned(kind)
+    with pytest.raises(ValueError, match="None of the remembered parameters"):
+        method.penalty(nn.Linear(4, 2))
+
+
+@pytest.mark.parametrize("kind", [EWC, MAS])
+@pytest.mark.parametrize(
+    ("importance", "error", "message"),
+    [
+        ({"a": torch.ones(2)}, ValueError, "none of which is a trainable parameter"),
+        ({"0.bias": torch.ones(2)}, ValueError, r"importance of 0.bias has shape \(2,\), the parameter \(6,\)"),
+        ({"0.bias": -torch.ones(6)}, ValueError, "negative, infinite or NaN"),
+        ({"0.bias": torch.full((6,), torch.nan)}, ValueError, "negative, infinite or NaN"),
+        (torch.ones(6), TypeError, "An importance is a Diagonal, Kronecker or Full form or a dict"),
+    ],
+)
+def test_wrong_importances_are_refused(kind, importance, error, message):
+    with pytest.raises(error, match=message):
+        kind().consolidate(body_and_head(), importance)
+
+
+@pytest.mark.parametrize("kind", [EWC, MAS])
+def test_any_importance_can_be_handed_over(kind):
+    model, method = body_and_head(), kind(strength=3.0)
+    method.consolidate(model, {"0.bias": torch.ones(6)})
+    with torch.no_grad():
+        model[0].bias += 2
+        model[2].bias += 2
+    torch.testing.assert_close(method.penalty(model).detach(), torch.tensor((1.5 if kind is EWC else 3.0) * 6 * 4))
+
+
+# The user's own loop.
+
+
+def loaders():
+    for _ in range(2):
+        yield DataLoader(TensorDataset(*data(48)), batch_size=8)
+
+
+@pytest.mark.parametrize("kind", [L2, EWC, MAS])
+@pytest.mark.parametrize("manner", ["plain", "compile", "parallel", "accumulate", "autocast", "clip", "adamw"])
+def test_three_lines_in_a_loop_of_ones_own(kind, manner):
+    model, method = body_and_head(), kind(strength=1000.0)
+    wrapped = {"compile": lambda m: torch.compile(m, backend="eager"), "parallel": nn.DataParallel}.get(
+        manner, lambda m: m
+    )(model)
+    make = torch.optim.AdamW if manner == "adamw" else torch.optim.SGD
+    optimizer, ends = make(model.parameters(), lr=1e-3), []
+    for loader in loaders():
+        for step, (x, y) in enumerate(loader):
+            with torch.autocast("cpu", torch.bfloat16, enabled=manner == "autocast"):
+                loss = F.cross_entropy(wrapped(x), y) + method.penalty(wrapped)
+            loss.backward()
+            if manner != "accumulate" or step % 2:
+                if manner == "clip":
+                    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+        method.end_task(wrapped, loader)
+        ends.append(snapshot(model))
+    assert set(method.bowl.anchor) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    assert all(v.isfinite().all() for v in ends[1].values())
+    shift(model)
+    assert method.penalty(wrapped) > 0
+
+
+def test_accumulated_gradients_are_those_of_the_whole_batch(double):
+    x, y = data()
+    model, method = learned(EWC, strength=5.0)
+    shift(model)
+    model.zero_grad()
+    (F.cross_entropy(model(x), y) + method.penalty(model)).backward()
+    whole = {n: p.grad.clone() for n, p in named(model).items()}
+    model.zero_grad()
+    for a, b in zip(x.split(8), y.split(8), strict=True):
+        ((F.cross_entropy(model(a), b) + method.penalty(model)) / 4).backward()
+    for n, p in named(model).items():
+        torch.testing.assert_close(p.grad, whole[n])
+
+
+@pytest.mark.parametrize("kind", [L2, EWC, MAS, SI, LwF])
+def test_every_one_composes_with_every_other(kind):
+    model = body_and_head()
+    chain = kind() + EWC(2.0) + Method()
+    for _ in range(2):
+        train(model, chain, data(), epochs=1, batch_size=8)
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+@pytest.fixture(scope="module")
+def first_task_kept():
+    """Accuracy on the first of three tasks of real images after all three, fine-tuning as the one to beat."""
+    stream = streams.permuted_digits(tasks=3)
+
+    def learn(method):
+        torch.manual_seed(0)
+        model = nets.mlp(stream.inputs, stream.outputs, hidden=(64,))
+        for task in stream:
+            train(model, method, task, epochs=10, batch_size=32)
+        return evaluate(model, method, stream.exams[:1])[0]
+
+    learn.fine_tuning = learn(Method())
+    return learn
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        EWC(100.0),
+        EWC(100.0, labels="signs"),
+        EWC(100.0, mode="online"),
+        EWC(100.0, structure="kronecker"),
+        MAS(0.1),
+        SI(10.0),
+        SI(10.0, consolidate_every=100),
+        LwF(1.0),
+        L2(0.1),
+    ],
+    ids=label,
+)
+def test_old_digits_are_kept(method, first_task_kept):
+    assert first_task_kept(method) > first_task_kept.fine_tuning + 0.1
