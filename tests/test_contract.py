@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import everlearn
-from everlearn import METHODS, Method, nets
+from everlearn import AGEM, GEM, METHODS, Method, Replay, nets
 
 NAMES = list(METHODS)
 
@@ -108,7 +108,8 @@ def test_differs_from_fine_tuning_from_the_second_task_on(name, fresh):
             torch.manual_seed(2)
             learn(model, kind(), stream.tasks[:tasks])
             ends[tasks, kind is Method] = weights(model)
-    assert torch.equal(ends[1, True], ends[1, False]), "the first task has nothing to protect"
+    if not issubclass(METHODS[name], Replay) or METHODS[name] in (AGEM, GEM):  # others replay a task already in itself
+        assert torch.equal(ends[1, True], ends[1, False]), "the first task has nothing to protect"
     assert not torch.equal(ends[2, True], ends[2, False])
 
 
@@ -136,8 +137,9 @@ def test_end_of_task_leaves_the_model_as_it_was(name, fresh):
 def test_every_value_of_every_option_runs(name, option, fresh):
     model, stream = fresh()
     gentle = lambda parameters: torch.optim.SGD(parameters, lr=0.005)  # a full Fisher information can be steep
+    method = METHODS[name](**option)
     for task in stream.tasks[:2]:
-        everlearn.train(model, METHODS[name](**option), task, optimizer=gentle, epochs=2, batch_size=16)
+        everlearn.train(model, method, task, optimizer=gentle, epochs=2, batch_size=16)
     assert weights(model).isfinite().all()
 
 

@@ -327,7 +327,7 @@ def test_costs_are_counted(small_net, small_stream):
     assert set(result.cost["seconds"]) == {"train", "consolidate", "evaluate"} and result.seconds > 0
     parameters = sum(p.numel() for p in small_net(64, 6).parameters())
     assert result.cost["parameters"] == [parameters] * 3
-    assert result.cost["state_bytes"] == [4 * parameters] * 3
+    assert result.cost["state_bytes"] == [2 * 4 * parameters] * 3
 
 
 def test_peak_memory_is_that_of_the_run():

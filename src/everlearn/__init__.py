@@ -2,21 +2,33 @@
 
 from everlearn import curvature, heads, metrics, nets, optim, results, streams
 from everlearn.likelihood import Bernoulli, Categorical, Gaussian, Likelihood
+from everlearn.memory import Memory
 from everlearn.method import Chain, Method
 from everlearn.methods import METHODS
+from everlearn.methods.agem import AGEM
+from everlearn.methods.der import DER, DERpp
+from everlearn.methods.er import ER
+from everlearn.methods.er_ace import ERACE
 from everlearn.methods.ewc import EWC
 from everlearn.methods.freeze import Freeze
+from everlearn.methods.gem import GEM
 from everlearn.methods.l2 import L2
 from everlearn.methods.lwf import LwF
 from everlearn.methods.mas import MAS
 from everlearn.methods.si import SI
 from everlearn.penalty import QuadraticPenalty
+from everlearn.replay import Replay
 from everlearn.results import Result
 from everlearn.stream import Batch, Stream, Task, allowed_classes
 from everlearn.trainer import evaluate, run, train
 
 __all__ = [
+    "AGEM",
+    "DER",
+    "ER",
+    "ERACE",
     "EWC",
+    "GEM",
     "L2",
     "MAS",
     "METHODS",
@@ -25,12 +37,15 @@ __all__ = [
     "Bernoulli",
     "Categorical",
     "Chain",
+    "DERpp",
     "Freeze",
     "Gaussian",
     "Likelihood",
     "LwF",
+    "Memory",
     "Method",
     "QuadraticPenalty",
+    "Replay",
     "Result",
     "Stream",
     "Task",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
+from numbers import Real
 from typing import Any, Protocol
 
 import numpy as np
@@ -196,6 +197,10 @@ def as_source(data: Any, workers: int = 0) -> Source:
         raise TypeError("An IterableDataset has no batches of its own: wrap it, DataLoader(dataset, batch_size=…).")
     if isinstance(data, Dataset):
         return Items(data, workers)
+    if isinstance(data, list) and len(data) == 2 and _are_alike(*data):
+        raise TypeError(
+            "A list of two arrays of one kind may be a pair (x, y) or two batches: give a tuple for a pair, iter(…) for batches."
+        )
     if isinstance(data, (tuple, list)) and len(data) == 2 and _are_labels(data[1]):
         return Arrays(tree_map(_tensor, data[0]), _tensor(data[1]))
     if isinstance(data, Iterable) and not isinstance(data, (str, bytes, Mapping)):
@@ -249,9 +254,15 @@ def _as_rows(batch: Any, marked: bool = False) -> Rows:
     raise TypeError(f"A batch must be a pair (x, y), got {kind}: wrap your data to yield pairs.")
 
 
+def _are_alike(a: Any, b: Any) -> bool:
+    """Whether the second could as well be more inputs."""
+    arrays = all(isinstance(v, (Tensor, np.ndarray)) and len(v.shape) > 1 for v in (a, b))
+    return arrays and a.dtype == b.dtype and a.shape[1:] == b.shape[1:]
+
+
 def _are_labels(value: Any) -> bool:
     """An array, or a list of numbers; a list of batches is something else."""
-    numbers = isinstance(value, (list, range)) and len(value) > 0 and isinstance(value[0], (int, float))
+    numbers = isinstance(value, (list, range)) and len(value) > 0 and isinstance(value[0], Real)
     return numbers or isinstance(value, (Tensor, np.ndarray))
 
 

@@ -6,6 +6,7 @@ import copy
 import types
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
+from math import isfinite
 from numbers import Integral, Real
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -114,7 +115,7 @@ class Method:
         """Take over what a method of the same kind had learned."""
         if wrong := set(state) ^ set(self.state_dict()):
             raise ValueError(
-                f"This state does not fit {type(self).__name__} ({', '.join(sorted(wrong))}): "
+                f"This state does not fit {type(self).__name__}: one of them has {', '.join(sorted(wrong))}, the other has not; "
                 "load it into the kind of method that saved it."
             )
         for name, value in state.items():
@@ -135,7 +136,7 @@ class Chain(Method):
 
     >>> from everlearn import Freeze, LwF
     >>> LwF(strength=0.5) + Freeze()
-    LwF(strength=0.5, temperature=2.0, warmup=0, output=None) + Freeze(output=None)
+    LwF(strength=0.5, temperature=2.0, refuse_new=False, warmup=0, output=None) + Freeze(output=None)
     """
 
     def __init__(self, *methods: Method) -> None:
@@ -214,6 +215,8 @@ class Chain(Method):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over the state of a chain of the same methods."""
+        if not all(name.isdigit() for name in state):
+            raise ValueError("This state is of a single method, not of a chain.")
         if len(state) != len(self.methods):
             raise ValueError(f"This state is of a chain of {len(state)} methods, this chain has {len(self.methods)}.")
         for i, m in enumerate(self.methods):
@@ -250,7 +253,7 @@ def check_field(name: str, value: object, hint: Any) -> None:
         hint, *extras = get_args(hint)
         check_field(name, value, hint)
         for extra in extras:
-            if isinstance(extra, Range) and not extra.low <= float(value) <= extra.high:  # type: ignore[arg-type]
+            if isinstance(extra, Range) and not (extra.low <= float(value) <= extra.high and isfinite(float(value))):  # type: ignore[arg-type]
                 raise ValueError(f"{name}: got {value!r}, allowed: {extra}.")
         return
     options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)

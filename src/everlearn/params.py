@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from numbers import Real
 
 from torch import Tensor, nn
 
@@ -33,7 +34,12 @@ def named(model: nn.Module) -> Params:
     >>> list(named(nn.DataParallel(nn.Linear(2, 1))))
     ['weight', 'bias']
     """
-    return {name.replace("_orig_mod.", ""): p for name, p in unwrap(model).named_parameters() if p.requires_grad}
+    return {name: p for name, p in every(model).items() if p.requires_grad}
+
+
+def every(model: nn.Module) -> Params:
+    """All parameters by name, frozen ones too."""
+    return {name.replace("_orig_mod.", ""): p for name, p in unwrap(model).named_parameters()}
 
 
 def snapshot(model: nn.Module) -> Params:
@@ -44,11 +50,11 @@ def snapshot(model: nn.Module) -> Params:
 def remembered(model: nn.Module, anchor: Params) -> Params:
     """The model's parameters that have an anchor, in the shape of it, differentiable.
 
-    A parameter that has no anchor is left out, and so are the rows by which one has grown since: what is new is free.
-    An anchor none of whose names the model has is a mistake and raises.
+    A parameter that has no anchor is left out, and so are the rows by which one has grown since: what is new is free. What is
+    frozen is left out too. An anchor none of whose names the model has is a mistake and raises.
     """
     known = {name: _old_rows(p, anchor[name]) for name, p in named(model).items() if name in anchor}
-    if anchor and not known:
+    if anchor and not known and not set(anchor) & set(every(model)):
         raise ValueError(
             f"None of the remembered parameters ({_some(anchor)}) is a trainable parameter of this "
             f"{type(unwrap(model)).__name__} ({_some(named(model))}): give the model the method was trained with."
@@ -71,6 +77,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def grown(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     """The tensor in a larger shape, zero where it was not.
 
+    >>> import torch
     >>> grown(torch.ones(1, 2), (2, 3))
     tensor([[1., 1., 0.],
             [0., 0., 0.]])
@@ -99,8 +106,12 @@ def matching(names: Iterable[str], only: str | Mapping[str, float] | None) -> di
     for pattern, weight in patterns.items():
         matched = fnmatch.filter(names, pattern)
         if not matched:
-            raise ValueError(f"{pattern!r} matches no trainable parameter; there are: {', '.join(names) or 'none'}.")
+            raise ValueError(f"{pattern!r} matches no parameter; there are: {', '.join(names) or 'none'}.")
+        if not isinstance(weight, Real) or not 0 <= weight < float("inf"):
+            raise ValueError(f"The weight of {pattern!r} must be a number, 0 or more, got {weight!r}.")
         weights |= dict.fromkeys(matched, float(weight))
+    if not any(weights.values()):
+        raise ValueError(f"{only!r} leaves no parameter to hold; there are: {', '.join(names) or 'none'}.")
     return {name: weight for name, weight in weights.items() if weight}
 
 

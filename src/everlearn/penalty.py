@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from everlearn.curvature.diagonal import Diagonal
 from everlearn.curvature.quadratic import FORMS, Form, Quadratic, total
 from everlearn.method import Method
-from everlearn.params import Params, matching, named, remembered
+from everlearn.params import Params, every, matching, named
 from everlearn.stream import Batch
 
 
@@ -22,12 +22,13 @@ class QuadraticPenalty(Method):
 
     F is ``bowl.form``, the importances times their strength, and θ* is ``bowl.anchor``. Outputs and parameters that appear
     after θ* was taken are free. The gradient is computed directly, all parameters at once, and costs the same after any
-    number of tasks.
+    number of tasks. A strength is that of the tasks that end under it: tasks that have ended keep theirs.
 
     Args:
         only: which parameters are held: a pattern such as ``"backbone.*"``, or patterns with weights, the last match
             counting: ``{"*": 1.0, "head.*": 0.0, "stem.*": 10.0}``. By default all.
-        half: keep importances in bfloat16, at half the memory; θ* stays exact.
+        half: keep importances in bfloat16, at half the memory; θ* stays exact. Sums of many tasks are rounded to 8 bits at
+            every one, so that after some two hundred equal ones they no longer grow.
         offload: keep importances and θ* on the CPU, for a model that fills its device.
     """
 
@@ -43,42 +44,57 @@ class QuadraticPenalty(Method):
         """The pull back to θ*; nothing before the first task has ended."""
         return self.bowl(model) if self.bowl.anchor else 0.0
 
-    def hold(self, model: nn.Module, importance: Form | Params, scale: float, decay: float = 1.0) -> None:
+    def _hold(self, model: nn.Module, importance: Form | Params, scale: float, decay: float = 1.0) -> None:
         """Hold the parameters where they are now: F ← decay · F + scale · importance."""
-        form, here = self.selected(model, importance)
+        form, here = self._selected(model, importance)
         form = form * scale
         if self.bowl.anchor and decay:
             form = total(self.bowl.form * decay, form)
-        self.bowl.move(self.stored(form), here)
+        self.bowl.move(self._stored(form), here)
 
-    def selected(self, model: nn.Module, importance: Form | Params) -> tuple[Form, Params]:
+    def _selected(self, model: nn.Module, importance: Form | Params) -> tuple[Form, Params]:
         """An importance and the parameters it holds, as ``only`` says."""
-        form = Diagonal(dict(importance)) if isinstance(importance, dict) else importance
+        values = {n: torch.as_tensor(v) for n, v in importance.items()} if isinstance(importance, dict) else None
+        form = importance if not isinstance(importance, dict) else Diagonal(values or {})
         if not isinstance(form, tuple(FORMS.values())):
             raise TypeError(
                 f"An importance is a Diagonal, Kronecker or Full form or a dict of tensors by parameter name, got a "
                 f"{type(importance).__name__}."
             )
-        parameters = named(model)
-        weights = matching(parameters, self.only)
-        if isinstance(form, Diagonal):
-            _check(form, parameters)
+        parameters, weights = named(model), matching(every(model), self.only)
+        _check(form, every(model), parameters)
+        if not form.names & set(weights) and weights.keys() & parameters.keys():  # or all that is to be held is frozen
+            raise ValueError(f"This importance is of none of the parameters that only={self.only!r} asks to hold.")
+        if self.half and not isinstance(form, Diagonal):
+            raise ValueError(f"half is for importances per parameter, not for a {type(form).__name__} form.")
         here = {n: p.detach().clone() for n, p in parameters.items() if n in weights}
-        remembered(model, here)
-        return form.weighted(weights), {n: v.cpu() for n, v in here.items()} if self.offload else here
+        check_finite(here)
+        if self.offload:
+            return form.weighted(weights).to("cpu"), {n: v.cpu() for n, v in here.items()}
+        return form.weighted(weights), here
 
-    def stored(self, form: Form) -> Form:
+    def _stored(self, form: Form) -> Form:
         """The form as it is to be kept."""
-        return form.to("cpu" if self.offload else None, torch.bfloat16 if self.half else None)
+        return form.to(dtype=torch.bfloat16) if self.half else form
 
 
-def _check(form: Diagonal, parameters: Params) -> None:
-    if not set(form.values) & set(parameters):
+def check_finite(here: Params) -> None:
+    """Nothing can be held at a place that is no number."""
+    if not all(v.isfinite().all() for v in here.values()):
+        raise FloatingPointError(
+            "The weights are no longer finite: lower the learning rate or the strength of the method, or clip gradients."
+        )
+
+
+def _check(form: Form, known: Params, parameters: Params) -> None:
+    if form.names & set(parameters) and (strange := form.names - set(known)):
+        raise ValueError(f"This importance names {', '.join(sorted(strange)[:3])}, which the model has not.")
+    if not form.names & set(parameters):
         raise ValueError(
-            f"This importance is of {', '.join(list(form.values)[:3]) or 'nothing'}, none of which is a trainable parameter "
+            f"This importance is of {', '.join(sorted(form.names)[:3]) or 'nothing'}, none of which is a trainable parameter "
             f"of the model ({', '.join(list(parameters)[:3])} …): take it of the same model."
         )
-    for name, value in form.values.items():
+    for name, value in form.diagonal().items():
         if name in parameters and value.shape != parameters[name].shape:
             raise ValueError(
                 f"The importance of {name} has shape {tuple(value.shape)}, the parameter {tuple(parameters[name].shape)}."

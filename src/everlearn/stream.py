@@ -52,6 +52,8 @@ class Batch:
         allowed: which class (column) an example of which task (row) may be given; None for all.
         likelihood: what the model's outputs mean.
         epoch: the pass over the task's data that this batch belongs to.
+        raw: the inputs before augmentation, where there is any.
+        transform: the augmentation, for examples that are seen again.
     """
 
     x: Inputs
@@ -60,9 +62,16 @@ class Batch:
     allowed: Tensor | None = None
     likelihood: Likelihood = field(default_factory=Categorical)
     epoch: int = 0
+    raw: Inputs | None = None
+    transform: Transform | None = None
 
     def __len__(self) -> int:
         return len(self.x if isinstance(self.x, Tensor) else tree_leaves(self.x)[0])
+
+    @property
+    def original(self) -> Inputs:
+        """The inputs before augmentation."""
+        return self.x if self.raw is None else self.raw
 
     @property
     def allowed_rows(self) -> Tensor | None:
@@ -79,7 +88,7 @@ class Batch:
 
     def like(self, x: Inputs, y: Tensor | None, t: Tensor | None) -> Batch:
         """Other examples, seen at this same moment of the stream."""
-        return replace(self, x=x, y=y, t=t)
+        return replace(self, x=x, y=y, t=t, raw=None)
 
     def to(self, device: torch.device | str) -> Batch:
         """The batch on another device."""
@@ -87,7 +96,8 @@ class Batch:
         def move(v: Any) -> Any:
             return v.to(device, non_blocking=True) if isinstance(v, Tensor) else v
 
-        return replace(self, x=tree_map(move, self.x), y=move(self.y), t=move(self.t), allowed=move(self.allowed))
+        x, raw = tree_map(move, self.x), tree_map(move, self.raw)
+        return replace(self, x=x, y=move(self.y), t=move(self.t), allowed=move(self.allowed), raw=raw)
 
     def chunk(self, parts: int) -> list[Batch]:
         """The batch cut into micro-batches, as even as can be."""
@@ -98,7 +108,7 @@ class Batch:
         def cut(v: Any) -> Any:
             return v[rows] if isinstance(v, Tensor) else v
 
-        return self.like(tree_map(cut, self.x), cut(self.y), cut(self.t))
+        return replace(self, x=tree_map(cut, self.x), y=cut(self.y), t=cut(self.t), raw=tree_map(cut, self.raw))
 
     @property
     def weight(self) -> float:
@@ -239,8 +249,10 @@ class Task:
         x, y, t = rows
         if t is None and self.id is not None:
             t = torch.full((len(x) if isinstance(x, Tensor) else len(tree_leaves(x)[0]),), self.id)
-        x = x if transform is None else transform(x)
-        return Batch(x, y if y is None else self.likelihood.labels(y), t, self.allowed, self.likelihood, epoch)
+        y = y if y is None else self.likelihood.labels(y)
+        if transform is None:
+            return Batch(x, y, t, self.allowed, self.likelihood, epoch)
+        return Batch(transform(x), y, t, self.allowed, self.likelihood, epoch, x, transform)
 
 
 def as_task(data: Any, likelihood: Likelihood | None = None) -> Task:

@@ -103,6 +103,24 @@ def test_shared_outputs_are_asked_once_for_every_old_task(scenario, asked):
     torch.testing.assert_close(method.penalty(model, Batch(x), out), 2 * one)
 
 
+@double
+def test_new_classes_may_be_refused():
+    """van de Ven & Tolias: a softmax over all classes so far, targets zero for the new ones."""
+    classes = [[0, 1], [2, 3], [4, 5]]
+    method, model, x = LwF(refuse_new=True), nn.Linear(3, 6), torch.randn(5, 3)
+    for t in range(2):
+        method.end_task(model, Task(id=t, allowed=allowed_classes("class", classes, t)))
+    target = model(x).detach()
+    task = Task((x, torch.zeros(5, dtype=torch.long)), id=2, allowed=allowed_classes("class", classes, 2))
+    method.begin_task(model, task)
+    shift(model)
+    out = model(x)
+    p = (target[:, :4] / 2).softmax(-1)
+    log_q = (out / 2).log_softmax(-1)[:, :4]
+    found = method.penalty(model, next(task.examples(5)), out)
+    torch.testing.assert_close(found, 2 * F.kl_div(log_q, p, reduction="batchmean"))
+
+
 def test_the_teacher_stays_as_it_was():
     """Bit for bit, without gradients, in evaluation mode, whatever the student does."""
     stream = streams.digits("class")
@@ -115,7 +133,7 @@ def test_the_teacher_stays_as_it_was():
     model.train()
     x = torch.rand(4, *stream.inputs)
     before = {n: b.clone() for n, b in model.named_buffers()}
-    out = model(x).detach()
+    out = model(x)
     moved = {n: b.clone() for n, b in model.named_buffers()}
     first, second = (method.penalty(model, Batch(x), out) for _ in range(2))
     assert torch.equal(first, second), "no dropout in the teacher"
@@ -218,6 +236,74 @@ def test_without_new_outputs_there_is_no_warm_up():
             train(model, method, task, iterations=3)
         ends.append(torch.cat([p.flatten() for p in model.parameters()]))
     assert torch.equal(*ends)
+
+
+def test_tied_weights():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.outer = nn.Linear(3, 3), nn.Linear(3, 3)
+            self.outer.weight = self.inner.weight
+
+        def forward(self, x):
+            return self.outer(self.inner(x))
+
+    model, method, x = Tied(), LwF(), torch.randn(4, 3)
+    method.end_task(model, x)
+    shift(model)
+    assert method.penalty(model, x) > 0
+
+
+def test_layers_that_the_teacher_has_not_are_refused():
+    model, method = nn.Sequential(nn.Linear(3, 3)), LwF()
+    method.end_task(model, None)
+    model.append(nn.Linear(3, 3))
+    with pytest.raises(ValueError, match=r"1.weight, 1.bias did not exist when the last task ended"):
+        method.penalty(model, torch.randn(2, 3))
+
+
+def test_the_likelihood_of_the_last_task_is_remembered():
+    method, x = LwF(temperature=1.0), torch.randn(6, 3)
+    model = nn.Linear(3, 1)
+    method.end_task(model, Task((x, torch.randn(6, 1)), likelihood=Gaussian()))
+    target = model(x).detach()
+    shift(model)
+    torch.testing.assert_close(method.penalty(model, x), (model(x) - target).square().mean() / 2)
+    fresh = LwF()
+    fresh.load_state_dict(method.state_dict())
+    with pytest.raises(ValueError, match="One output is no choice between classes"):
+        fresh.penalty(model, x)
+
+
+def test_labels_in_the_place_of_answers_are_refused():
+    method = LwF()
+    model, x, _ = taught(method)
+    for wrong in (torch.zeros(6, dtype=torch.long), model(x).detach()):
+        with pytest.raises(ValueError, match="out must be what the model answers"):
+            method.penalty(model, x, wrong)
+
+
+def test_a_loop_that_begins_no_tasks_has_the_last_end_as_teacher():
+    """Also after tasks that the trainer began."""
+    stream = streams.digits("class")
+    model, method = nets.mlp(stream.inputs, stream.outputs, hidden=(8,)), LwF()
+    for task in stream.tasks[:2]:
+        train(model, method, task, iterations=2)
+    assert method.penalty(model, torch.rand(3, *stream.inputs)).abs() < 1e-6
+
+
+def test_the_warm_up_lasts_over_chunks():
+    stream = streams.online(streams.digits("task"), chunk=20)
+    model, method = nets.mlp(stream.inputs, stream.outputs, hidden=(8,)), LwF(warmup=3)
+    chunks = [t for t in stream if t.id < 2]
+    for task in [t for t in chunks if t.id == 0][:2]:
+        train(model, method, task, batch_size=10)
+    before = model[1].weight.detach().clone()
+    moved = []
+    for task in [t for t in chunks if t.id == 1][:3]:
+        train(model, method, task, batch_size=10)
+        moved.append(not torch.equal(before, model[1].weight))
+    assert moved == [False, True, True], "two steps a chunk, three of them warm"
 
 
 def test_it_needs_inputs():

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from everlearn import L2, SI, train
+from everlearn import L2, SI, Batch, train
 from everlearn.params import named, snapshot
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -180,9 +180,68 @@ def test_a_held_parameter_that_a_task_does_not_use_is_still_pulled():
 
 
 def test_other_penalties_in_a_chain_are_part_of_what_is_learned():
-    model = nn.Linear(3, 2)
-    chain = L2(0.1) + SI()
-    x = torch.randn(16, 3)
-    for _ in range(2):
+    paths = []
+    for strength in (0.0, 5.0):
+        torch.manual_seed(0)
+        model, chain = nn.Linear(3, 2), L2(strength) + SI()
+        x = torch.randn(16, 3)
         train(model, chain, (x, (x[:, 0] > 0).long()), epochs=1, batch_size=4)
-    assert chain.methods[1].omega.values["weight"].sum() > 0
+        method = chain.methods[1]
+        method.path["weight"].zero_()
+        chain.begin_task(model, None)
+        with torch.no_grad():
+            model.weight += 0.1
+        chain.loss(model, Batch(x, (x[:, 0] > 0).long())).backward()
+        chain.before_step(model)
+        with torch.no_grad():
+            model.weight -= 0.1
+        chain.after_step(model)
+        paths.append(method.path["weight"].sum().item())
+    assert paths[1] > paths[0] + 0.01
+
+
+def test_parameters_without_importance_are_clipped_without_harm():
+    """A layer added in the second task has a path of its own gradient, although clipping changes gradients in place."""
+    model, method, x = nn.Sequential(nn.Linear(3, 3)), SI(), torch.randn(8, 3)
+    descend(model, method, lambda m: (m(x) ** 2).mean(), 3)
+    method.end_task(model, None)
+    model.append(nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    (model(x) ** 2).mean().backward()
+    g, before = model[1].weight.grad.clone(), model[1].weight.detach().clone()
+    method.before_step(model)
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    optimizer.step()
+    method.after_step(model)
+    torch.testing.assert_close(method.path["1.weight"], -g * (model[1].weight.detach() - before))
+
+
+def test_a_pull_of_another_moment_is_not_used_again():
+    model, method = Point(torch.randn(3)), SI()
+    descend(model, method, bowl(torch.ones(3)), 5)
+    method.end_task(model, None)
+    with torch.no_grad():
+        model.theta += 1
+    assert method.penalty(model) > 0  # looked at, far from the anchor
+    method.end_task(model, None)  # which moves here
+    model.theta.grad = torch.zeros(3)
+    method.before_step(model)
+    assert (model.theta.grad == 0).all()
+
+
+def test_a_step_that_a_scaler_skips_leaves_no_trace():
+    model, method = Point(torch.randn(3)), SI()
+    descend(model, method, bowl(torch.ones(3)), 2)
+    path = method.path["theta"].clone()
+    model.theta.grad = torch.tensor([1.0, torch.inf, torch.nan])
+    method.before_step(model)
+    method.after_step(model)
+    assert torch.equal(path, method.path["theta"])
+
+
+def test_verbs_in_the_wrong_place_are_told():
+    model, method = Point(torch.randn(3)), SI()
+    with pytest.raises(ValueError, match=r"found no gradients: call it after loss.backward\(\)"):
+        method.before_step(model)
+    with pytest.raises(ValueError, match=r"after_step needs the before_step\(model\) of the same step"):
+        method.after_step(model)

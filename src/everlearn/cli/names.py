@@ -9,6 +9,7 @@ from functools import reduce
 from operator import add
 from typing import Any, TypeVar, get_type_hints
 
+import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from everlearn.method import Method
@@ -49,7 +50,7 @@ def make_method(expression: str, settings: Mapping[str, Mapping[str, Any]]) -> M
     """A method from its name, or a chain from names joined by ``+``, with the settings of each.
 
     >>> make_method("lwf+freeze", {"lwf": {"strength": "30"}})
-    LwF(strength=30.0, temperature=2.0, warmup=0, output=None) + Freeze(output=None)
+    LwF(strength=30.0, temperature=2.0, refuse_new=False, warmup=0, output=None) + Freeze(output=None)
     """
     return reduce(add, [_make_one(name.strip(), settings) for name in expression.split("+")])
 
@@ -94,7 +95,12 @@ def field_value(method: str, field: str, value: Any, hint: Any) -> Any:
     try:
         if isinstance(value, str) and value.lower() in ("none", "null"):
             return TypeAdapter(hint).validate_python(None)
+        if isinstance(value, str) and value.startswith(("[", "(", "{")):  # a value per task, or patterns with weights
+            opened = yaml.safe_load(value.replace("(", "[").replace(")", "]"))
+            return TypeAdapter(hint).validate_python(tuple(opened) if isinstance(opened, list) else opened)
         return TypeAdapter(hint).validate_python(value)
+    except yaml.YAMLError:
+        raise UsageError(f"{method}.{field}: cannot read {value!r}; write [1, 2] or {{'backbone.*': 1.0}}.") from None
     except ValidationError as error:
         raise UsageError(f"{method}.{field}: {explain(error)}") from None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -84,7 +85,7 @@ class Plan(BaseModel):
         nested = {k: v for k, v in value.items() if isinstance(v, dict)}
         flat = {k: v for k, v in value.items() if k not in nested}
         flat |= {f"{name}.{field}": v for name, own in nested.items() for field, v in own.items()}
-        return [f"{path}={v}" for path, v in flat.items()]
+        return [f"{path}={json.dumps(v) if isinstance(v, (dict, list)) else v}" for path, v in flat.items()]
 
     @model_validator(mode="after")
     def _options_go_together(self) -> Plan:

@@ -31,6 +31,11 @@ class Diagonal:
     def __repr__(self) -> str:
         return f"Diagonal({sizes(self.values)})"
 
+    @property
+    def names(self) -> set[str]:
+        """The parameters it knows."""
+        return set(self.values)
+
     def times(self, vector: Params) -> Params:
         """F v, as far as both know a parameter."""
         known = [n for n in vector if n in self.values]

@@ -21,6 +21,7 @@ from everlearn.params import Params, named
 from everlearn.seeds import generator
 from everlearn.stream import Batch, as_task
 
+MOST_IN_FULL = 30_000  # 3.6 GB in float32
 Labels = Literal["exact", "signs", "sample", "predicted", "true"]
 Structure = Literal["diagonal", "kronecker", "full"]
 
@@ -90,6 +91,12 @@ class FisherEstimator:
     def __call__(self, data: Any, seed: int = 0, examples: int | None = None) -> Form:
         """The Fisher information on these data."""
         engine, task = self.engine, as_task(data, self.likelihood)
+        size = sum(p.numel() for p in engine.parameters.values())
+        if self.structure == "full" and size > MOST_IN_FULL:
+            raise ValueError(
+                f"The full form of {size:,} parameters would have {size**2 * 4 / 2**30:,.0f} GB; it is for up to "
+                f"{MOST_IN_FULL:,}: use structure='kronecker'."
+            )
         if examples is not None and examples < 1:
             raise ValueError(f"examples must be at least 1, got {examples}.")
         make, finish = STRUCTURES[self.structure]
@@ -112,6 +119,8 @@ class FisherEstimator:
             raise ValueError("One output is no choice between classes: use likelihood=Gaussian() or Bernoulli().")
         if self.labels == "true" and batch.y is None:
             raise ValueError("labels='true' needs data with labels; these have no labels: use 'exact' or 'signs'.")
+        if isinstance(likelihood, Categorical) and batch.y is not None:
+            likelihood.check(out, batch.y)
         counted = likelihood.counted(batch.y)
         for _ in range(self.samples):
             for column in COLUMNS[self.labels](likelihood, out, batch, random):

@@ -54,12 +54,18 @@ class Full:
         )
         return f"Full({', '.join(f'{n} {s}' for n, s in self.shapes.items())}; {kept})"
 
+    @property
+    def names(self) -> set[str]:
+        """The parameters it knows."""
+        return set(self.shapes)
+
     def times(self, vector: Params) -> Params:
         """F v; a parameter that v leaves out is zero in it."""
         v = self._vector(vector)
         if self.matrix is not None:
-            return self._params(on(self.matrix, v) @ v, vector)
+            return self._params(on(self.matrix, v) @ v.to(self.matrix.dtype), vector)
         rows = on(self._rows(), v)
+        v = v.to(rows.dtype)
         return self._params(rows.t() @ (rows @ v), vector)
 
     def quad(self, delta: Params) -> Tensor:

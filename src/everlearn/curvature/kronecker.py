@@ -45,13 +45,19 @@ class Kronecker:
         pairs = (f"{w} {len(p)} × ({len(p[0].outputs)}² ⊗ {len(p[0].inputs)}²)" for w, p in self.layers.items())
         return f"Kronecker({', '.join([*pairs, *filter(None, [sizes(self.rest.values)])])})"
 
+    @property
+    def names(self) -> set[str]:
+        """The parameters it knows."""
+        return {*self.layers, *self.biases.values(), *self.rest.values}
+
     def times(self, vector: Params) -> Params:
         """F v, as far as both know a parameter."""
         product = self.rest.times(vector)
         for weight, pairs in self.layers.items():
             if weight in vector or self.biases.get(weight) in vector:
-                v = self._matrix(weight, vector)
-                product |= self._params(weight, torch.stack([on(g, v) @ v @ on(a, v) for a, g in pairs]).sum(0))
+                v = self._matrix(weight, vector).to(pairs[0].inputs.dtype)
+                found = torch.stack([on(g, v) @ v @ on(a, v) for a, g in pairs]).sum(0)
+                product = merged(product, self._params(weight, found), torch.add)  # a bias may have been frozen once
         return {n: product[n] for n in vector if n in product}
 
     def quad(self, delta: Params) -> Tensor:
@@ -70,6 +76,10 @@ class Kronecker:
         """
         if manner not in ("eigenbasis", "factored"):
             raise ValueError(f"manner: got {manner!r}, allowed: 'eigenbasis', 'factored'.")
+        if both := self.rest.names & {*self.layers, *self.biases.values()}:
+            raise ValueError(
+                f"{', '.join(sorted(both))} have factors and a diagonal, of tasks that froze other parts: no solve."
+            )
         solved = self.rest.solve({n: v for n, v in vector.items() if n in self.rest.values}, damping)
         for weight, pairs in self.layers.items():
             if weight not in vector and self.biases.get(weight) not in vector:
@@ -87,7 +97,7 @@ class Kronecker:
         values = dict(self.rest.values)
         for weight, pairs in self.layers.items():
             d = torch.stack([torch.outer(g.diagonal(), a.diagonal()) for a, g in pairs]).sum(0)
-            values |= self._params(weight, d)
+            values = merged(values, self._params(weight, d), torch.add)
         return values
 
     def trace(self) -> float:
@@ -139,7 +149,16 @@ class Kronecker:
             return NotImplemented
         biases = {**self.biases, **other.biases}
         shapes = merged(self.shapes, other.shapes, lambda a, b: tuple(map(max, a, b)))
-        return Kronecker(merged(self.layers, other.layers, _joined), biases, self.rest + other.rest, shapes)
+        layers = {**self.layers, **other.layers}
+        for weight in self.layers.keys() & other.layers.keys():
+            widths = [len(f.layers[weight][0].inputs) - (weight in f.biases) for f in (self, other)]
+            outputs = max(len(f.layers[weight][0].outputs) for f in (self, other))
+            layers[weight] = [
+                _grown(pair, width, weight in form.biases, max(widths), weight in biases, outputs)
+                for form, width in zip((self, other), widths, strict=True)
+                for pair in form.layers[weight]
+            ]
+        return Kronecker(layers, biases, self.rest + other.rest, shapes)
 
     def __mul__(self, scale: float) -> Kronecker:
         layers = {w: [Pair(a, g * scale) for a, g in pairs] for w, pairs in self.layers.items()}
@@ -194,12 +213,15 @@ class Kronecker:
         return found | ({self.biases[weight]: matrix[:, -1]} if weight in self.biases else {})
 
 
-def _joined(a: list[Pair], b: list[Pair]) -> list[Pair]:
-    """Both lists; outputs by which a layer has grown in between count as zero where they were not."""
-    if len(a[0].inputs) != len(b[0].inputs):
-        raise ValueError("The inputs of a layer with Kronecker factors have changed in number: only outputs may grow.")
-    outputs = max(len(a[0].outputs), len(b[0].outputs))
-    return [Pair(pair.inputs, grown(pair.outputs, (outputs, outputs))) for pair in [*a, *b]]
+def _grown(pair: Pair, width: int, biased: bool, new_width: int, new_biased: bool, outputs: int) -> Pair:
+    """A pair in the size of a layer that has grown in between, zero where it was not; the bias stays the last of A's rows."""
+    size = new_width + new_biased
+    if len(pair.inputs) == size and len(pair.outputs) == outputs:
+        return pair
+    where = torch.tensor([*range(width), *([size - 1] if biased else [])], device=pair.inputs.device)
+    inputs = pair.inputs.new_zeros(size, size)
+    inputs[where[:, None], where] = pair.inputs
+    return Pair(inputs, grown(pair.outputs, (outputs, outputs)))
 
 
 def _eye(like: Tensor) -> Tensor:

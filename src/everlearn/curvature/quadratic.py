@@ -44,11 +44,18 @@ class Quadratic:
     def __call__(self, model: nn.Module) -> Tensor:
         """The height of the model's place in the bowl; its gradient costs one product with F, not a graph."""
         theta = remembered(model, self.anchor)
+        if not theta:  # all of them are frozen
+            return torch.zeros(())
         height: Tensor = _Height.apply(self, list(theta), *theta.values())  # type: ignore[no-untyped-call]
         return height
 
     def pull(self, theta: Params) -> tuple[Tensor, Params]:
         """q(θ) and its gradient F δ - s."""
+        kind = next(iter(theta.values())).device.type
+        with torch.autocast(kind, enabled=False):  # the height of a large importance needs all digits
+            return self._pull(theta)
+
+    def _pull(self, theta: Params) -> tuple[Tensor, Params]:
         names = [n for n in theta if n in self.anchor]
         anchors = [on(self.anchor[n], theta[n]) for n in names]
         delta = dict(zip(names, torch._foreach_sub([theta[n] for n in names], anchors), strict=True))
@@ -69,22 +76,24 @@ class Quadratic:
         elif isinstance(self.form, Diagonal) and isinstance(form, Diagonal):
             self._add_diagonal(form, at)
         else:
-            old = {n: at[n][tuple(slice(length) for length in a.shape)] for n, a in self.anchor.items() if n in at}
-            height, pull = self.pull(old)
-            self.constant = float(height)
-            self.slope = {n: -grown(p, at[n].shape) for n, p in pull.items()}
-            self.form, self.anchor = total(self.form, form), {**self.anchor, **at}
+            both = total(self.form, form)
+            here = {**self.anchor, **at}  # what is frozen just now has not moved
+            height, pull = self.pull({n: here[n][tuple(slice(i) for i in a.shape)] for n, a in self.anchor.items()})
+            self.form, self.anchor, self.constant = both, here, float(height)
+            self.slope = {n: -grown(p, here[n].shape) for n, p in pull.items()}
 
     def _add_diagonal(self, form: Diagonal, at: Params) -> None:
         both = Diagonal(self.form.diagonal()) + form
         for name, theta in at.items():
             if name not in form.values:
                 continue
-            new = form.values[name].to(theta.device, theta.dtype)
-            all_ = both.values[name].to(theta.device, theta.dtype)
+            dtype = torch.promote_types(
+                theta.dtype, torch.float32
+            )  # a mean of near places needs more digits than one place
+            theta, new, all_ = (v.to(theta.device, dtype) for v in (theta, form.values[name], both.values[name]))
             share = torch.where(all_ > 0, new / all_, torch.ones_like(new))  # where nothing was held, hold it here
             before = self.anchor.get(name)
-            old = theta.clone() if before is None else on(before, theta)
+            old = theta.clone() if before is None else on(before, theta).to(dtype)
             if old.shape != theta.shape:
                 old, kept = theta.clone(), old
                 old[tuple(slice(length) for length in kept.shape)] = kept

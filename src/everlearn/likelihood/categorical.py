@@ -80,14 +80,18 @@ class Categorical(Likelihood):
         """The highest class number plus one."""
         return int(y.max()) + 1
 
-    def residual(self, out: Tensor, y: Tensor, allowed: Tensor | None = None) -> Tensor:
-        """The probabilities minus e_y; zero for labels that are ignored (-100)."""
+    def check(self, out: Tensor, y: Tensor) -> None:
+        """Refuse labels that do not belong to these outputs."""
         if y.shape != out.shape[:-1]:
             raise ValueError(_shapes(out, y))
         if y.numel() and (((y < 0) & (y != -100)).any() or y.max() >= out.shape[-1]):
             raise ValueError(
                 f"Labels run from {int(y.min())} to {int(y.max())} but the model has {out.shape[-1]} outputs."
             )
+
+    def residual(self, out: Tensor, y: Tensor, allowed: Tensor | None = None) -> Tensor:
+        """The probabilities minus e_y; zero for labels that are ignored (-100)."""
+        self.check(out, y)
         p = self.logits(out, allowed).softmax(-1)
         r = p.scatter_add(-1, y.clamp(min=0)[..., None], -torch.ones_like(p[..., :1]))
         return r * (y != -100)[..., None]

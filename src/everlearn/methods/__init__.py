@@ -1,8 +1,13 @@
 """All methods; the table is the whole registry."""
 
 from everlearn.method import Method
+from everlearn.methods.agem import AGEM
+from everlearn.methods.der import DER, DERpp
+from everlearn.methods.er import ER
+from everlearn.methods.er_ace import ERACE
 from everlearn.methods.ewc import EWC
 from everlearn.methods.freeze import Freeze
+from everlearn.methods.gem import GEM
 from everlearn.methods.l2 import L2
 from everlearn.methods.lwf import LwF
 from everlearn.methods.mas import MAS
@@ -16,4 +21,10 @@ METHODS: dict[str, type[Method]] = {
     "si": SI,
     "mas": MAS,
     "lwf": LwF,
+    "er": ER,
+    "er-ace": ERACE,
+    "der": DER,
+    "derpp": DERpp,
+    "agem": AGEM,
+    "gem": GEM,
 }

@@ -22,12 +22,13 @@ class EWC(QuadraticPenalty):
     """Elastic weight consolidation (Kirkpatrick et al., PNAS 2017): old tasks as a Gaussian at their optimum.
 
         separate:  L = L_task + ½ Σₖ (θ - θₖ*)ᵀ λₖFₖ (θ - θₖ*)
-        online:    L = L_task + ½ γ (θ - θₜ*)ᵀ F̃ₜ (θ - θₜ*),   F̃ₜ = γ F̃ₜ₋₁ + λₜFₜ
+        online:    L = L_task + ½ (θ - θₜ*)ᵀ (γ F̃ₜ + λ_prior) (θ - θₜ*),   F̃ₜ = γ F̃ₜ₋₁ + λₜFₜ
 
     Fₖ is the Fisher information at the optimum θₖ* of task k, a mean over examples. Separate penalties are kept as one
     quadratic, exactly: their cost does not grow with the tasks. Online is the sequential Bayesian update of Huszár (2018)
     for γ = 1, around the latest optimum alone, and that of Progress & Compress (Schwarz et al., 2018) for γ < 1, where γ
-    acts twice, as there. Both start from a prior, F̃₀ = λ_prior · 1.
+    acts twice, as there. λ_prior is counted once, whatever the number of tasks; separate penalties have it at the first θ*.
+    Every call of ``end_task`` is a task, also a chunk of an online stream.
 
     With ``structure="kronecker"`` and ``mode="online"`` this is the online Laplace approximation of Ritter et al. (2018).
     A sum of Kronecker products is not one: up to ``pairs`` of them are kept per layer, then the oldest two become one
@@ -37,14 +38,14 @@ class EWC(QuadraticPenalty):
         strength: λ, the same for all tasks, or one for each. With mean losses over equally many examples 1 is what Bayes'
             rule asks; benchmarks often need far more, and it must be tuned.
         mode: an anchor per task, or only the latest.
-        labels: of the Fisher information, see ``curvature.fisher``.
+        labels: of the Fisher information, see ``curvature.fisher``; with many classes "signs" is nearly as good and one pass.
         structure: of the Fisher information; "full" is for models of a few thousand parameters.
         decay: γ.
         average: of F̃ over tasks instead of their sum (Maltoni & Lomonaco, 2019), weighted with γ; online only.
         prior: λ_prior.
         cap: upper limit for λF, after averaging. A gradient step of rate η diverges where η λF > 2, so that 1/η is a
             natural limit. Diagonal only.
-        examples: how many to take the Fisher information on, drawn at random; by default all.
+        examples: how many to take the Fisher information on, drawn at random (of ready-made batches the first); by default all.
         pairs: Kronecker products kept per layer.
     """
 
@@ -63,6 +64,10 @@ class EWC(QuadraticPenalty):
         super().__post_init__()
         if self.mode == "separate" and (self.decay != 1 or self.average):
             raise ValueError("EWC.decay and EWC.average weigh tasks in a running sum: use mode='online'.")
+        if self.mode == "online" and not self.decay:
+            raise ValueError(
+                "EWC.decay = 0 would hold nothing, since γ acts on the last task too: that is fine-tuning."
+            )
         if self.structure != "diagonal" and (self.cap is not None or self.half):
             raise ValueError("EWC.cap and EWC.half are for structure='diagonal'.")
         if isinstance(self.strength, tuple) and not all(s >= 0 for s in self.strength):
@@ -80,14 +85,16 @@ class EWC(QuadraticPenalty):
         return self._now(model)
 
     def _weighed(self) -> Quadratic:
-        """What holds now: F̃ times γ, over the total weight where it is an average, up to the cap."""
+        """What holds now: F̃ times γ, over the total weight where it is an average, and the prior, up to the cap."""
         factor = self.decay / self.weight if self.average else self.decay
-        if factor == 1 and self.cap is None:
+        prior = self.prior if self.mode == "online" else 0.0
+        if factor == 1 and not prior and self.cap is None:
             return self.bowl
         form = self.bowl.form * factor
+        form = form.damped(prior) if prior else form
         if self.cap is not None:
             form = Diagonal({n: v.clamp(max=self.cap) for n, v in form.diagonal().items()})
-        return Quadratic(form, self.bowl.anchor)
+        return Quadratic(form, self.bowl.anchor, self.bowl.slope, self.bowl.constant)
 
     def end_task(self, model: nn.Module, task: Any) -> None:
         """Take the Fisher information where the task has left the model."""
@@ -96,21 +103,23 @@ class EWC(QuadraticPenalty):
 
     def consolidate(self, model: nn.Module, importance: Form | Params) -> None:
         """Hold the parameters where they are now, with any importance in the Fisher information's place."""
-        form, here = self.selected(model, importance)
+        form, here = self._selected(model, importance)
+        if self.cap is not None and not isinstance(form, Diagonal):
+            raise ValueError(f"EWC.cap is for importances per parameter, not for a {type(form).__name__} form.")
         form = form * self._strength()
-        if self.prior and not self.tasks:
-            form = form.damped(self.prior)
         if self.mode == "separate":
-            self.bowl.add(form, here)
+            self.bowl.add(form.damped(self.prior) if self.prior and not self.tasks else form, here)
         else:
             self.bowl.move(form if not self.tasks else total(self.bowl.form * self.decay, form), here)
         if isinstance(self.bowl.form, Kronecker):
             self.bowl.form = self.bowl.form.compact(self.pairs)
-        self.bowl.form = self.stored(self.bowl.form)
+        self.bowl.form = self._stored(self.bowl.form)
         self.tasks, self.weight, self._now = self.tasks + 1, self.decay * self.weight + 1, None
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what an EWC of the same settings had learned."""
+        if state.get("tasks") and state["bowl"]["kind"] != self.structure:
+            raise ValueError(f"This state is of structure={state['bowl']['kind']!r}, this EWC has {self.structure!r}.")
         super().load_state_dict(state)
         self._now = None
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from everlearn.curvature.diagonal import Diagonal
 from everlearn.method import NonNegative
 from everlearn.params import named
 from everlearn.penalty import QuadraticPenalty
@@ -30,4 +31,6 @@ class L2(QuadraticPenalty):
 
     def end_task(self, model: nn.Module, task: Any) -> None:
         """The anchor moves to where this task ended."""
-        self.hold(model, {n: torch.ones_like(p) for n, p in named(model).items()}, self.strength, decay=0)
+        form, here = self._selected(model, {n: torch.ones_like(p) for n, p in named(model).items()})
+        frozen = {n: v for n, v in self.bowl.form.diagonal().items() if n not in form.names}
+        self.bowl.move(self._stored(Diagonal(frozen | (form * self.strength).diagonal())), here)

@@ -11,9 +11,10 @@ from torch.func import functional_call
 
 from everlearn.curvature.divergence import output_kl
 from everlearn.heads import output_layer
-from everlearn.likelihood import Categorical
+from everlearn.likelihood import Categorical, Likelihood
 from everlearn.method import Method, NonNegative, Range
-from everlearn.params import evaluating, unwrap
+from everlearn.params import Params, evaluating, unwrap
+from everlearn.penalty import check_finite
 from everlearn.stream import Batch
 
 
@@ -33,6 +34,8 @@ class LwF(Method):
         strength: λ_o; 0 is fine-tuning. The weights of van de Ven & Tolias (2019), 1/t and (1 - 1/t) T², are T² here, up to
             the scale of the whole loss.
         temperature: T; higher ones make the model keep also what it thinks unlikely.
+        refuse_new: let outputs that are new to an old task take part in its softmax z, with target 0, as van de Ven & Tolias
+            do in class-incremental learning: the model is also taught that the new images are of no new class.
         warmup: steps at the start of every later task in which only outputs that are new in it learn. Where a task brings
             no new outputs there is nothing to warm up.
         output: name of the output layer, for the warm-up; by default the last ``nn.Linear``.
@@ -40,6 +43,7 @@ class LwF(Method):
 
     strength: NonNegative = 1.0
     temperature: Annotated[float, Range(1e-3)] = 2.0
+    refuse_new: bool = False
     warmup: Annotated[int, Range(0)] = 0
     output: str | None = None
 
@@ -49,14 +53,17 @@ class LwF(Method):
         self.teacher: dict[str, Any] = {}  # the one that teaches now
         self.learned: list[int] = []
         self.current: int | None = None
-        self._asked: list[tuple[Tensor, int]] | None = None
+        self.begun: bool = False
+        self._asked: list[tuple[Tensor, Tensor, int]] | None = None
+        self._likelihood: Likelihood = Categorical()
         self._warmup = Warmup()
 
     def begin_task(self, model: nn.Module, task: Any) -> None:
         """The model as the last task left it becomes the teacher; chunks of one task share theirs."""
-        self.current, self._asked = getattr(task, "id", None), None
+        self.current, self.begun, self._asked = getattr(task, "id", None), True, None
         if self.latest and (self.current is None or self.current != self.latest["ids"][-1]):
             self.teacher = self.latest
+            self._warmup = Warmup()
             if self.warmup:
                 self._warmup.begin(unwrap(model), task, self.teacher, self.warmup, self.output)
 
@@ -68,23 +75,42 @@ class LwF(Method):
             batch: the new examples; a tensor of inputs will do.
             out: what the model answers to them, if that is known already.
         """
-        teacher = self.teacher or self.latest
+        teacher = self.teacher if self.begun else self.latest  # a loop of one's own need not begin tasks
         if not teacher or not self.strength:
             return 0.0
         if batch is None:
             raise ValueError("LwF compares answers: give the inputs, penalty(model, batch) or penalty(model, x, out).")
-        x, likelihood = (batch.x, batch.likelihood) if isinstance(batch, Batch) else (batch, Categorical())
+        x, likelihood = (batch.x, batch.likelihood) if isinstance(batch, Batch) else (batch, self._likelihood)
         out = model(x) if out is None else out
-        inner = unwrap(model)
-        with torch.no_grad(), evaluating(inner):
-            target = functional_call(inner, teacher["state"], (x,))
+        if self.warmup and not self.begun:
+            raise ValueError(
+                "LwF.warmup needs to know where a task begins: call begin_task(model, task) before its first step."
+            )
+        if isinstance(likelihood, Categorical) and out.shape[-1] == 1:
+            raise ValueError(
+                "One output is no choice between classes: give Batch(x, likelihood=Gaussian()) or Bernoulli()."
+            )
+        target = _answer(unwrap(model), teacher["state"], x)
+        if out.dim() != target.dim() or len(out) != len(target) or (torch.is_grad_enabled() and not out.requires_grad):
+            raise ValueError(
+                f"out must be what the model answers to these inputs, with its graph, of shape {tuple(target.shape)}; got "
+                f"{tuple(out.shape)}{'' if out.requires_grad else ' without a graph'}."
+            )
         if self._asked is None:
-            self._asked = _questions(teacher, self.current, target)
+            now = (out, batch.allowed if isinstance(batch, Batch) else None) if self.refuse_new else None
+            self._asked = _questions(teacher, self.current, target, now)
         total = out.new_zeros(())
-        for columns, times in self._asked:
-            p, q = (o[..., columns] / self.temperature for o in (target, out))
-            total = total + times * output_kl(likelihood, p, q).sum() / len(out)
+        for old, new, times in self._asked:
+            total = total + times * self._apart(likelihood, target[..., old], out[..., old], out[..., new]) / len(out)
         return self.strength * total
+
+    def _apart(self, likelihood: Likelihood, t: Tensor, z: Tensor, new: Tensor) -> Tensor:
+        """The sum over examples of KL(teacher ‖ student); ``new`` are outputs that the teacher gives no probability."""
+        t, z, new = t / self.temperature, z / self.temperature, new / self.temperature
+        if not new.shape[-1] or not isinstance(likelihood, Categorical):
+            return output_kl(likelihood, t, z).sum()
+        log_p, log_q = t.log_softmax(-1), torch.cat([z, new], -1).log_softmax(-1)
+        return (log_p.exp() * (log_p - log_q[..., : z.shape[-1]])).sum()
 
     def before_step(self, model: nn.Module) -> None:
         """During the warm-up only new outputs have a gradient."""
@@ -97,12 +123,16 @@ class LwF(Method):
     def end_task(self, model: nn.Module, task: Any) -> None:
         """Remember the model as it is."""
         place, allowed = getattr(task, "id", None), getattr(task, "allowed", None)
+        self._likelihood = getattr(task, "likelihood", self._likelihood)
         place = -1 - len(self.learned) if place is None else place
         self.learned = [*(k for k in self.learned if k != place), place]
-        rows = None if allowed is None else allowed[self.learned].clone()
-        state = {n: v.detach().clone() for n, v in unwrap(model).state_dict().items()}
-        self.latest, self._asked = {"state": state, "ids": list(self.learned), "rows": rows}, None
-        self._warmup = Warmup()
+        rows = None
+        if allowed is not None:  # a task without a number had no table: it may be answered with everything
+            rows = torch.stack([allowed[k] if k >= 0 else torch.ones_like(allowed[0]) for k in self.learned])
+        inner = unwrap(model)
+        check_finite(dict(inner.named_parameters()))
+        state = {n: v.detach().clone() for n, v in [*inner.named_parameters(), *inner.named_buffers()]}
+        self.latest, self._asked, self.begun = {"state": state, "ids": list(self.learned), "rows": rows}, None, False
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what another had learned."""
@@ -110,13 +140,37 @@ class LwF(Method):
         self._asked = None
 
 
-def _questions(teacher: dict[str, Any], current: int | None, target: Tensor) -> list[tuple[Tensor, int]]:
-    """The outputs each old task may be answered with, and how many old tasks share them."""
+def _answer(model: nn.Module, state: Params, x: Any) -> Tensor:
+    """What the model would say with the teacher's parameters and statistics, in evaluation mode."""
+    _check_known(model, state)
+    with torch.no_grad(), evaluating(model):
+        answer: Tensor = functional_call(model, state, (x,))
+    return answer
+
+
+def _check_known(model: nn.Module, state: Params) -> None:
+    if new := [n for n, _ in model.named_parameters() if n not in state]:
+        raise ValueError(
+            f"{', '.join(new[:3])} did not exist when the last task ended, so the teacher would be another model: grow the "
+            "output layer (everlearn.heads.grow_output), or end the task after adding layers."
+        )
+
+
+def _questions(
+    teacher: dict[str, Any], current: int | None, target: Tensor, now: tuple[Tensor, Tensor | None] | None
+) -> list[tuple[Tensor, Tensor, int]]:
+    """The outputs each old task may be answered with, those it got since (only with ``now``), and how many tasks share them."""
     old = [i for i, k in enumerate(teacher["ids"]) if k != current]
+    out, allowed = now or (target, None)
     if teacher["rows"] is None:
-        return [(torch.arange(target.shape[-1], device=target.device), len(old))] if old else []
-    rows, times = teacher["rows"][old].unique(dim=0, return_counts=True)
-    return [(row.nonzero().flatten().to(target.device), int(n)) for row, n in zip(rows, times, strict=True)]
+        every = torch.arange(max(target.shape[-1], out.shape[-1]), device=target.device)
+        width = target.shape[-1]
+        return [(every[:width], every[width:], len(old))] if old else []
+    then = teacher["rows"][old]
+    since = then if allowed is None else allowed[[teacher["ids"][i] for i in old]].to(then.device) | then
+    rows, times = torch.stack([then, since & ~then], 1).unique(dim=0, return_counts=True)
+    places = [[row.nonzero().flatten().to(target.device) for row in pair] for pair in rows]
+    return [(a, b, int(n)) for (a, b), n in zip(places, times, strict=True)]
 
 
 class Warmup:
@@ -130,6 +184,7 @@ class Warmup:
 
     def begin(self, model: nn.Module, task: Any, teacher: dict[str, Any], steps: int, output: str | None) -> None:
         """Find the new outputs; without any there is no warm-up."""
+        _check_known(model, teacher["state"])
         name, layer = output_layer(model, output)
         old = torch.arange(layer.out_features) < len(teacher["state"][f"{name}.weight"])
         allowed = getattr(task, "allowed", None)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from everlearn.curvature.diagonal import Diagonal, grown_sum, on
 from everlearn.method import NonNegative, Range
-from everlearn.params import Params, grown, matching, named, remembered
-from everlearn.penalty import QuadraticPenalty
+from everlearn.params import Params, every, grown, matching, named, remembered
+from everlearn.penalty import QuadraticPenalty, check_finite
 from everlearn.stream import Batch
 
 
@@ -25,7 +25,7 @@ class SI(QuadraticPenalty):
 
     The path integral is over the gradient of the task loss alone. That is why the pull of the penalty is added to the
     gradients in ``before_step``: ``penalty`` tells its height and has no gradient. A loop of your own speaks ``before_step``
-    and ``after_step``. In a chain, penalties of other methods count as part of the task loss.
+    (after a gradient scaler's ``unscale_``) and ``after_step``. In a chain, penalties of other methods count as part of the task loss.
 
     Args:
         strength: c; 0 is fine-tuning.
@@ -39,50 +39,74 @@ class SI(QuadraticPenalty):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.half and self.consolidate_every:
+            raise ValueError(
+                "SI.half rounds at every consolidation, too often for consolidate_every: use one of the two."
+            )
         self.path: Params = {}  # ω
         self.steps = 0
-        self._pull: Params | None = None
+        self._known: dict[str, torch.Size] = {}  # for which a path was begun, or is not wanted
+        self._pull: tuple[list[tuple[int, int]], Params] | None = None  # of which parameters in which version
         self._before: tuple[Params, Params] = {}, {}  # θ and g
+        self._ready = False
 
     def begin_task(self, model: nn.Module, task: Any) -> None:
         """The path of new parameters begins here."""
-        self._set_out(named(model))
+        self._set_out(model)
 
     def penalty(self, model: nn.Module, batch: Batch | None = None, out: Tensor | None = None) -> Tensor | float:
         """The height of the penalty, for the loss that is shown; its gradient comes in ``before_step``."""
         if not self._holds():
             return 0.0
         with torch.no_grad():
-            height, self._pull = self.bowl.pull(remembered(model, self.bowl.anchor))
+            theta = remembered(model, self.bowl.anchor)
+            if not theta:
+                return 0.0
+            height, pull = self.bowl.pull(theta)
+        self._pull = _versions(model), pull
         return height
 
     @torch.no_grad()
     def before_step(self, model: nn.Module) -> None:
         """Note where the step starts and the task loss's gradient there; then add the pull of the penalty."""
         parameters = named(model)
-        if any(n not in self.path or self.path[n].shape != p.shape for n, p in parameters.items()):
-            self._set_out(parameters)
+        if any(self._known.get(n) != p.shape for n, p in parameters.items()):
+            self._set_out(model)
         g = {n: p.grad for n, p in parameters.items() if n in self.path and p.grad is not None}
-        if not self._holds():
-            g = {n: d.clone() for n, d in g.items()}  # clipping changes gradients in place
-        self._before = {n: parameters[n].clone() for n in g}, g
-        if not self._holds():
-            return
-        if self._pull is None:
-            _, self._pull = self.bowl.pull(remembered(model, self.bowl.anchor))
-        for name, pull in self._pull.items():
+        if all(p.grad is None for p in parameters.values()):
+            raise ValueError(
+                "SI.before_step found no gradients: call it after loss.backward(), before optimizer.step()."
+            )
+        pulls = self._pulls(model) if self._holds() else {}
+        for name, pull in pulls.items():
             p = parameters[name]
             pull = grown(pull, p.shape).to(p.dtype)
             p.grad = pull if p.grad is None else p.grad + pull
+        g |= {n: d.clone() for n, d in g.items() if n not in pulls}  # or clipping would change them in place
+        self._before, self._ready = ({n: parameters[n].clone() for n in g}, g), True
+
+    def _pulls(self, model: nn.Module) -> Params:
+        """The gradient of the penalty, from the last call of ``penalty`` if nothing has moved since."""
+        if self._pull is None or self._pull[0] != _versions(model):
+            theta = remembered(model, self.bowl.anchor)
+            return self.bowl.pull(theta)[1] if theta else {}
+        return self._pull[1]
 
     @torch.no_grad()
     def after_step(self, model: nn.Module) -> None:
         """Add to the path integral what the step has brought."""
         theta, g = self._before
-        for name, p in named(model).items():
-            if name in theta:
-                self.path[name].addcmul_(g[name], p - theta[name], value=-1)
-        self._before, self._pull = ({}, {}), None
+        if not self._ready:
+            raise ValueError(
+                "SI.after_step needs the before_step(model) of the same step, between backward() and step()."
+            )
+        if all(
+            d.sum().isfinite() for d in g.values()
+        ):  # a scaler skips the step of a gradient that overflowed, so do we
+            for name, p in named(model).items():
+                if name in theta:
+                    self.path[name].addcmul_(g[name], p - theta[name], value=-1)
+        self._before, self._pull, self._ready = ({}, {}), None, False
         self.steps += 1
         if self.consolidate_every and self.steps % self.consolidate_every == 0:
             self._arrive(model)
@@ -97,7 +121,7 @@ class SI(QuadraticPenalty):
             self._arrive(model)
 
     def _holds(self) -> bool:
-        return bool(self.strength and self.omega.values)
+        return bool(self.omega.values)
 
     @property
     def omega(self) -> Diagonal:
@@ -106,10 +130,14 @@ class SI(QuadraticPenalty):
             raise TypeError("SI holds importances per parameter: hand it a Diagonal.")
         return self.bowl.form
 
-    def _set_out(self, parameters: Params) -> None:
+    def _set_out(self, model: nn.Module) -> None:
         """Paths for parameters, and rows of parameters, that have none yet."""
-        for name in matching(parameters, self.only):
-            p = parameters[name].detach()
+        wanted = matching(every(model), self.only)
+        self._known = {n: p.shape for n, p in named(model).items()}
+        for name, parameter in named(model).items():
+            if name not in wanted:
+                continue
+            p = parameter.detach()
             if (path := self.path.get(name)) is not None and path.shape == p.shape:
                 continue
             start, held = p.clone(), self.bowl.anchor.get(name)
@@ -125,8 +153,9 @@ class SI(QuadraticPenalty):
     def _arrive(self, model: nn.Module) -> None:
         """Ω, and a new path from here."""
         parameters = named(model)
-        weights = matching(parameters, self.only)
+        weights = matching(every(model), self.only)
         here = {n: p.detach().clone() for n, p in parameters.items() if n in self.path}
+        check_finite(here)
         importance: Params = {}
         for name, theta in here.items():
             moved = theta - on(self.bowl.anchor[name], theta)
@@ -135,4 +164,16 @@ class SI(QuadraticPenalty):
             importance[name] = (new if before is None else grown_sum(on(before, new).to(new.dtype), new)).relu()
             self.path[name].zero_()
         kept = {n: v.cpu() for n, v in here.items()} if self.offload else here
-        self.bowl.move(self.stored(Diagonal(importance)), kept)
+        form = Diagonal({**self.omega.values, **importance})  # what is frozen just now keeps its importance
+        self.bowl.move(self._stored(form.to("cpu") if self.offload else form), kept)
+        self._pull = None
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what an SI of the same settings had learned."""
+        super().load_state_dict(state)
+        self._pull = None
+
+
+def _versions(model: nn.Module) -> list[tuple[int, int]]:
+    """Changes whenever a parameter does."""
+    return [(id(p), p._version) for p in model.parameters()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import os
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -52,6 +53,6 @@ def read_idx(path: Path) -> Tensor:
         kind, dimensions = np.dtype(KINDS[raw[2]]), raw[3]
         shape = np.frombuffer(raw, ">u4", dimensions, 4)
         values = np.frombuffer(raw, kind, offset=4 + 4 * dimensions).reshape(shape)
-    except (OSError, EOFError, IndexError, KeyError, ValueError) as error:
+    except (OSError, EOFError, zlib.error, IndexError, KeyError, ValueError) as error:
         raise ValueError(f"{path} is not an idx file, or is damaged: {error}.") from None
     return torch.from_numpy(values.astype(values.dtype.newbyteorder("=")))

@@ -27,12 +27,13 @@ def load(root: str | Path | None = None) -> tuple[Pair, Pair]:
     Args:
         root: the folder of the four gzipped files, or one that has a folder ``mnist``; by default EVERLEARN_DATA.
     """
-    return _read(tuple(find("mnist", FILES, root, "yann.lecun.com/exdb/mnist or its mirrors")))
+    (x, y), (x_test, y_test) = _read(tuple(find("mnist", FILES, root, "yann.lecun.com/exdb/mnist or its mirrors")))
+    return (x.clone(), y.clone()), (x_test.clone(), y_test.clone())  # what the caller changes stays the caller's
 
 
 @cache
 def _read(paths: tuple[Path, ...]) -> tuple[Pair, Pair]:
-    """Read once a process: streams copy what they take."""
+    """Read once a process."""
     x, y, x_test, y_test = map(read_idx, paths)
     return (_images(x), y.long()), (_images(x_test), y_test.long())
 

@@ -1,0 +1,61 @@
+"""A-GEM: a step that does not raise the average loss on old examples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+import torch
+from torch import Tensor, nn
+
+from everlearn.method import Range
+from everlearn.replay import Replay, gradient_on, wide
+from everlearn.stream import Batch
+
+
+@dataclass(eq=False)
+class AGEM(Replay):
+    """Averaged gradient episodic memory (Chaudhry et al., ICLR 2019).
+
+        g̃ = g                                   where g·g_ref ≥ 0
+        g̃ = g - (g·g_ref / g_ref·g_ref) g_ref   otherwise
+
+    g_ref is the gradient on examples of earlier tasks, at the same weights; those of the current task enter the memory now and
+    serve from the next task on. The promise is about the gradient: momentum and weight decay may make another step of it.
+
+    Args:
+        capacity: how many examples are kept.
+        size: how many make up the reference; None for as many as the current batch has.
+    """
+
+    size: Annotated[int, Range(1)] | None = 256
+    policy: Literal["reservoir", "balanced", "ring"] = field(default="ring", kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._now: Batch | None = None
+
+    def observe(self, batch: Batch, out: Tensor) -> None:
+        """New examples enter the memory."""
+        super().observe(batch, out)
+        self._now = batch
+
+    def before_step(self, model: nn.Module) -> None:
+        """Take away from the gradient what would undo the old tasks."""
+        if self._now is None or (drawn := self.draw(self._now, self.earlier(self._now))) is None:
+            return
+        parameters = [p for p in model.parameters() if p.grad is not None]
+        reference = gradient_on(model, parameters, drawn[0])
+        projected = project([wide(p.grad) for p in parameters if p.grad is not None], reference)
+        for p, g in zip(parameters, projected, strict=True):
+            p.grad = g.to(p.dtype)
+
+
+def project(g: list[Tensor], reference: list[Tensor]) -> list[Tensor]:
+    """The gradient nearest to g that does not point against the reference; g itself where it does not."""
+    product, length = (
+        sum(torch.dot(a.flatten(), b.flatten()) for a, b in zip(v, reference, strict=True)) for v in (g, reference)
+    )
+    if product >= 0:
+        return g
+    return [a - (product / length) * b for a, b in zip(g, reference, strict=True)]

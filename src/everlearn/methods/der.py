@@ -1,0 +1,82 @@
+"""Dark experience replay: remember what the model said, not only what was right."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from everlearn.method import NonNegative
+from everlearn.replay import Replay, Rows, loss_on
+from everlearn.stream import Batch
+
+
+def _stored_outputs(out: Tensor, rows: Rows) -> Tensor:
+    """Mean squared difference from the outputs as they were stored; those of a head that has grown since are free."""
+    z: Tensor = rows["logits"]
+    out = out[..., : z.shape[-1]]
+    known = z.isfinite()
+    return ((out - z.nan_to_num()) * known).square().sum() / known.sum()
+
+
+@dataclass(eq=False)
+class DER(Replay):
+    """Dark experience replay (Buzzega et al., NeurIPS 2020).
+
+        L = L_task + alpha · mean over (x′, z′) from the memory and over outputs of (f(x′) - z′)²
+
+    z′ are the outputs at the time x′ was first seen, in training mode, before that step. The mean runs over examples *and*
+    outputs, as in the authors' code; the paper writes a squared norm per example.
+
+    Args:
+        capacity: how many examples are kept.
+        size: how many are replayed at a step; by default as many as the current batch has.
+        alpha: weight of the remembered outputs.
+    """
+
+    alpha: NonNegative = 0.5
+
+    def columns(self, batch: Batch, out: Tensor) -> Rows:
+        """The outputs too."""
+        return {**super().columns(batch, out), "logits": out}
+
+    def penalty(self, model: nn.Module, batch: Batch | None = None, out: Tensor | None = None) -> Tensor | float:
+        """How far the outputs have moved from what they were."""
+        if batch is None or not self.alpha or (drawn := self.draw(batch)) is None:
+            return 0.0
+        replayed, rows = drawn
+        return self.alpha * _stored_outputs(model(replayed.x), rows)
+
+
+@dataclass(eq=False)
+class DERpp(Replay):
+    """Dark experience replay++ (Buzzega et al., NeurIPS 2020): DER and, on a second draw, the labels.
+
+        L = L_task + alpha · mean of (f(x′) - z′)² + beta · L(f(x″), y″)
+
+    (x′, z′) and (x″, y″) are drawn independently.
+
+    Args:
+        capacity: how many examples are kept.
+        size: how many are replayed at a step, twice; by default as many as the current batch has.
+        alpha: weight of the remembered outputs.
+        beta: weight of the remembered labels.
+    """
+
+    alpha: NonNegative = 0.5
+    beta: NonNegative = 0.5
+
+    def columns(self, batch: Batch, out: Tensor) -> Rows:
+        """The outputs too."""
+        return {**super().columns(batch, out), "logits": out}
+
+    def penalty(self, model: nn.Module, batch: Batch | None = None, out: Tensor | None = None) -> Tensor | float:
+        """Outputs of one draw, labels of another."""
+        total: Tensor | float = 0.0
+        if batch is None or not len(self.memory):
+            return total
+        if self.alpha and (drawn := self.draw(batch)) is not None:
+            total = self.alpha * _stored_outputs(model(drawn[0].x), drawn[1])
+        if self.beta and (drawn := self.draw(batch)) is not None:
+            total = total + self.beta * loss_on(model, drawn[0])
+        return total

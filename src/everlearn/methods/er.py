@@ -1,0 +1,39 @@
+"""Experience replay: learn from some old examples beside the new ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from everlearn.replay import Replay, loss_on
+from everlearn.stream import Batch
+
+
+@dataclass(eq=False)
+class ER(Replay):
+    """Experience replay (Chaudhry et al., 2019; Riemer et al., ICLR 2019): one loss over current and remembered examples.
+
+        L = (B · L_task + B′ · L_memory) / (B + B′)
+
+    B examples are new and B′ come from the memory; both losses are means. The remembered ones go through the model in a pass
+    of their own, so that BatchNorm sees pure batches, first the new and then the old; in the papers' code both are one batch.
+    Without BatchNorm it is the same.
+
+    Args:
+        capacity: how many examples are kept.
+        size: B′; by default B.
+    """
+
+    def task_loss(self, batch: Batch, out: Tensor) -> Tensor:
+        """The new examples' share."""
+        replayed = min(self.size or len(batch), len(self.memory))
+        loss = batch.loss(out)
+        return loss if not replayed else loss * (len(batch) / (len(batch) + replayed))
+
+    def penalty(self, model: nn.Module, batch: Batch | None = None, out: Tensor | None = None) -> Tensor | float:
+        """The remembered examples' share."""
+        if batch is None or (drawn := self.draw(batch)) is None:
+            return 0.0
+        replayed = drawn[0]
+        return loss_on(model, replayed) * (len(replayed) / (len(batch) + len(replayed)))

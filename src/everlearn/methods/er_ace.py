@@ -1,0 +1,42 @@
+"""ER-ACE: experience replay that does not push old classes down while new ones come in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from everlearn.likelihood import Categorical
+from everlearn.replay import Replay, loss_on
+from everlearn.stream import Batch
+
+
+@dataclass(eq=False)
+class ERACE(Replay):
+    """Experience replay with asymmetric cross-entropy (Caccia et al., ICLR 2022).
+
+        L = CE over the classes of the current batch alone + CE over all allowed classes on the memory
+
+    New classes arrive without a sudden push on the old ones; the balance between them is learned from the memory only. A
+    strong, simple baseline for class-incremental online streams.
+
+    Args:
+        capacity: how many examples are kept.
+        size: how many are replayed at a step; by default as many as the current batch has.
+    """
+
+    def task_loss(self, batch: Batch, out: Tensor) -> Tensor:
+        """Cross-entropy over the classes that are in the batch."""
+        if not isinstance(batch.likelihood, Categorical):
+            raise TypeError(f"ER-ACE is about classes; {batch.likelihood} has none: use ER.")
+        present = torch.zeros(1, out.shape[-1], dtype=torch.bool, device=out.device)
+        present[0, batch.labels().flatten()] = True
+        one_task = torch.zeros(len(batch), dtype=torch.long, device=out.device)
+        return replace(batch, allowed=present, t=one_task).loss(out)
+
+    def penalty(self, model: nn.Module, batch: Batch | None = None, out: Tensor | None = None) -> Tensor | float:
+        """Cross-entropy over all allowed classes on remembered examples."""
+        if batch is None or (drawn := self.draw(batch)) is None:
+            return 0.0
+        return loss_on(model, drawn[0])

@@ -1,0 +1,98 @@
+"""GEM: a step that does not raise the loss on any old task."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from everlearn.method import NonNegative
+from everlearn.replay import Replay, gradient_on, wide
+from everlearn.stream import Batch
+
+
+@dataclass(eq=False)
+class GEM(Replay):
+    """Gradient episodic memory (Lopez-Paz & Ranzato, NeurIPS 2017).
+
+        g̃ = the nearest to g with g̃·gₖ ≥ 0 for every earlier task k:   g̃ = g + Mᵀv,
+        v = argmin ½ vᵀ(M Mᵀ + ridge)v + (M g)ᵀv   subject to v ≥ margin
+
+    The rows of M are the gradients gₖ on all remembered examples of task k, at the same weights: a backward pass per earlier
+    task at every step. The gradient is left as it is where it violates nothing. As in the authors' code the margin (their γ) is
+    a lower bound of v as soon as one task is violated, and the ridge makes the promise g̃·gₖ ≥ -ridge · vₖ.
+
+    Args:
+        capacity: how many examples are kept.
+        margin: γ; larger ones push more towards the old tasks.
+        ridge: keeps the small quadratic programme well posed.
+    """
+
+    margin: NonNegative = 0.5
+    ridge: NonNegative = 1e-3
+    policy: Literal["reservoir", "balanced", "ring"] = field(default="ring", kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._now: Batch | None = None
+
+    def observe(self, batch: Batch, out: Tensor) -> None:
+        """New examples enter the memory."""
+        super().observe(batch, out)
+        self._now = batch
+
+    def before_step(self, model: nn.Module) -> None:
+        """Turn the gradient so that it lowers, or leaves, every old task's loss."""
+        if self._now is None or not len(self.memory):
+            return
+        parameters = [p for p in model.parameters() if p.grad is not None]
+        rows = []
+        for k in self.memory["t"][self.earlier(self._now)].unique().tolist():
+            batch, _ = self.seen_now(self._now, self.memory.rows(self.memory["t"] == k))
+            rows.append(torch.cat([g.flatten() for g in gradient_on(model, parameters, batch)]))
+        if not rows:
+            return
+        g = torch.cat([wide(p.grad).flatten() for p in parameters if p.grad is not None])
+        turned = nearest(g, torch.stack(rows), self.margin, self.ridge)
+        for p, part in zip(parameters, turned.split([p.numel() for p in parameters]), strict=True):
+            p.grad = part.view_as(p).to(p.dtype)
+
+
+def nearest(g: Tensor, rows: Tensor, margin: float = 0.0, ridge: float = 0.0) -> Tensor:
+    """The vector nearest to g whose products with all rows are not negative."""
+    products = rows @ g
+    if (products >= 0).all():
+        return g
+    gram = (rows @ rows.t()).double()
+    gram += ridge * torch.eye(len(rows), dtype=gram.dtype, device=gram.device)
+    v = margin + non_negative(gram, products.double() + margin * gram.sum(1))
+    return g + rows.t() @ v.to(g.dtype)
+
+
+def non_negative(matrix: Tensor, vector: Tensor) -> Tensor:
+    """The u ≥ 0 with the least ½ uᵀPu + qᵀu, by the active-set method of Lawson & Hanson (1974).
+
+    >>> non_negative(torch.eye(2), torch.tensor([-1.0, 1.0]))
+    tensor([1., 0.])
+    """
+    u, free = torch.zeros_like(vector), torch.zeros_like(vector, dtype=torch.bool)
+    tolerance = 1e-12 * vector.abs().max()
+    for _ in range(10 * len(vector)):
+        slope = -(matrix @ u + vector)
+        slope[free] = 0
+        if slope.max() <= tolerance:
+            break
+        free[slope.argmax()] = True
+        while True:
+            trial = torch.zeros_like(u)
+            trial[free] = torch.linalg.lstsq(matrix[free][:, free], -vector[free][:, None]).solution[:, 0]
+            if (trial[free] > 0).all():
+                break
+            below = free & (trial <= 0)
+            u = u + (u[below] / (u[below] - trial[below])).min() * (trial - u)
+            free &= u > tolerance
+            u[~free] = 0
+        u = trial
+    return u

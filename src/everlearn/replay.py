@@ -1,0 +1,102 @@
+"""What methods that replay share: a memory that fills while training goes on, and batches drawn from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from everlearn.memory import Memory
+from everlearn.method import Method, Range
+from everlearn.seeds import derive, seeded
+from everlearn.stream import Batch
+
+Rows = dict[str, Any]
+
+
+@dataclass(eq=False)
+class Replay(Method):
+    """A bounded memory of examples; the base of methods that see some of them again.
+
+    Examples enter when they are first seen, in the first epoch, as they are before augmentation, after the replay of their
+    own step has been drawn. Drawn ones are augmented as the current task's are.
+
+    Args:
+        capacity: how many examples are kept.
+        size: how many are replayed at a step; by default as many as the current batch has.
+        policy: which are kept: "reservoir" (all seen with equal probability), "balanced" (equal shares for all classes) or
+            "ring" (equal shares for all tasks, of each the last).
+    """
+
+    capacity: Annotated[int, Range(1)] = 500
+    size: Annotated[int, Range(1)] | None = None
+    policy: Literal["reservoir", "balanced", "ring"] = field(default="reservoir", kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.memory = Memory(self.capacity, self.policy)
+        self.drawn = 0
+        self.tasks = 0
+
+    def observe(self, batch: Batch, out: Tensor) -> None:
+        """New examples enter the memory."""
+        if batch.epoch == 0:
+            self.memory.add(**self.columns(batch, out))
+
+    def end_task(self, model: nn.Module, task: Any) -> None:
+        """Tasks without a number are counted."""
+        self.tasks += 1
+
+    def columns(self, batch: Batch, out: Tensor) -> Rows:
+        """What is kept of a batch."""
+        t = torch.full((len(batch),), self.tasks) if batch.t is None else batch.t
+        return {"x": batch.original, "y": batch.labels(), "t": t}
+
+    def draw(self, batch: Batch, where: Tensor | None = None) -> tuple[Batch, Rows] | None:
+        """Some of the memory as a batch seen at this moment of the stream, and its other columns; None while it is empty."""
+        rows = self.memory.sample(self.size or len(batch), where)
+        return self.seen_now(batch, rows) if rows else None
+
+    def earlier(self, batch: Batch) -> Tensor | None:
+        """Which rows of the memory are of other tasks than this batch."""
+        if not len(self.memory):
+            return None
+        t: Tensor = self.memory["t"]
+        current = torch.tensor([self.tasks]) if batch.t is None else batch.t.unique()
+        return ~torch.isin(t, current.to(t.device))
+
+    def seen_now(self, batch: Batch, rows: Rows) -> tuple[Batch, Rows]:
+        """Rows of the memory as a batch like this one."""
+        device = batch.labels().device
+        rows = tree_map(lambda v: v.to(device) if isinstance(v, Tensor) else v, rows)
+        x, self.drawn = rows["x"], self.drawn + 1
+        if batch.transform is not None:
+            with seeded(derive(self.memory.seed, "replay", self.drawn)):  # must not shift the model's random numbers
+                x = batch.transform(x)
+        return batch.like(x, rows["y"], rows["t"]), rows
+
+
+def loss_on(model: nn.Module, batch: Batch) -> Tensor:
+    """The mean loss of a replayed batch."""
+    return batch.loss(model(batch.x))
+
+
+def gradient_on(model: nn.Module, parameters: list[nn.Parameter], batch: Batch) -> list[Tensor]:
+    """The gradient of a replayed batch's loss, at least in float32, zero for parameters it does not depend on.
+
+    Running statistics are put back: they belong to the current task's batches.
+    """
+    statistics = [(b, b.clone()) for b in model.buffers()]
+    with torch.enable_grad():
+        found = torch.autograd.grad(loss_on(model, batch), parameters, allow_unused=True)
+    for buffer, value in statistics:
+        buffer.copy_(value)
+    return [wide(torch.zeros_like(p) if g is None else g) for p, g in zip(parameters, found, strict=True)]
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """At least in float32, because products over a whole model are long sums."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -1,0 +1,61 @@
+import pytest
+import torch
+from torch import nn
+
+from everlearn import ER, ERACE, Batch, Gaussian
+
+pytestmark = pytest.mark.usefixtures("double")
+
+
+def filled(method, model, n=12):
+    old = Batch(torch.randn(n, 4), torch.randint(3, (n,)))
+    method.observe(old, model(old.x))
+    return old
+
+
+def gradient(loss, model):
+    return torch.autograd.grad(loss, model.weight)[0]
+
+
+@pytest.mark.parametrize(("new", "size"), [(8, None), (8, 5), (8, 100)])
+def test_the_gradient_is_that_of_all_examples_together(new, size):
+    model, method = nn.Linear(4, 3), ER(12, size)
+    old = filled(method, model)
+    batch = Batch(torch.randn(new, 4), torch.randint(3, (new,)))
+    state = method.memory.state_dict()
+    g = gradient(method.loss(model, batch), model)
+    method.memory.load_state_dict(state)
+    drawn, _ = method.draw(batch)
+    count = min(size or new, len(old))
+    assert len(drawn) == count
+    together = Batch(torch.cat([batch.x, drawn.x]), torch.cat([batch.y, drawn.y]))
+    torch.testing.assert_close(g, gradient(together.loss(model(together.x)), model))
+
+
+def test_current_examples_are_not_replayed_at_once():
+    model, method = nn.Linear(4, 3), ER(100)
+    batch = Batch(torch.randn(8, 4), torch.randint(3, (8,)))
+    torch.testing.assert_close(method.loss(model, batch), batch.loss(model(batch.x)))
+    assert len(method.memory) == 8
+
+
+def test_ace_pushes_only_classes_of_the_batch():
+    model, method = nn.Linear(4, 5), ERACE(50)
+    batch = Batch(torch.randn(8, 4), torch.tensor([0, 2] * 4))
+    out = model(batch.x)
+    truth = nn.functional.cross_entropy(out[:, [0, 2]], torch.tensor([0, 1] * 4))
+    torch.testing.assert_close(method.task_loss(batch, out), truth)
+    g = gradient(method.task_loss(batch, model(batch.x)), model)
+    assert (g[[1, 3, 4]] == 0).all() and (g[[0, 2]] != 0).any()
+
+
+def test_ace_on_the_memory_sees_all_classes():
+    model, method = nn.Linear(4, 3), ERACE(12, 12)
+    old = filled(method, model)
+    batch = Batch(torch.randn(8, 4), torch.zeros(8, dtype=torch.long))
+    torch.testing.assert_close(method.penalty(model, batch), old.loss(model(old.x)))
+
+
+def test_ace_is_about_classes():
+    with pytest.raises(TypeError, match=r"ER-ACE is about classes; Gaussian.* use ER"):
+        ERACE().task_loss(Batch(torch.randn(2, 4), torch.randn(2, 1), likelihood=Gaussian()), torch.randn(2, 1))

@@ -1,0 +1,141 @@
+"""What ER, A-GEM, GEM, DER, DER++ and ER-ACE have in common."""
+
+import pytest
+import torch
+from torch import nn
+
+import everlearn
+from everlearn import AGEM, DER, ER, ERACE, EWC, GEM, MAS, Batch, DERpp, Freeze, LwF, Method, Task, nets, streams, train
+
+KINDS = [ER, ERACE, DER, DERpp, AGEM, GEM]
+
+
+def batch(n=8, t=0, epoch=0, **fields):
+    return Batch(torch.randn(n, 4), torch.randint(3, (n,)), torch.full((n,), t), epoch=epoch, **fields)
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.05)
+
+
+def same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_empty_memory_is_fine_tuning(kind):
+    """The first step bit for bit; A-GEM and GEM the whole first task."""
+    task = streams.digits("class")[0]
+    ends = []
+    for method in (Method(), kind(50)):
+        torch.manual_seed(0)
+        model = nets.mlp(task.train.x.shape[1:], 10, hidden=(8,))
+        train(model, method, task, optimizer=sgd, iterations=20 if kind in (AGEM, GEM) else 1)
+        ends.append(model)
+    assert same(*ends)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_examples_enter_once_although_epochs_are_many(kind):
+    task = Task((torch.randn(30, 4), torch.randint(3, (30,))), id=0)
+    method, model = kind(100), nn.Linear(4, 3)
+    train(model, method, task, epochs=3, batch_size=10)
+    assert len(method.memory) == method.memory.seen == 30
+    stored = method.memory["x"].sort(0).values
+    assert torch.equal(stored, task.train.x.sort(0).values)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stored_before_augmentation_and_augmented_when_replayed(kind):
+    seen = []
+
+    def noisy(x):
+        seen.append(len(x))
+        return x + torch.randn_like(x)
+
+    x, y = torch.randn(40, 4), torch.arange(40) % 3
+    method, model = kind(100, 5), nn.Linear(4, 3)
+    for t in range(2):
+        train(model, method, Task((x, y), id=t, transform=noisy), epochs=1, batch_size=10)
+    stored = {tuple(row.tolist()) for row in method.memory["x"]}
+    assert stored <= {tuple(row.tolist()) for row in x}
+    assert len(seen) > 8, "replayed examples go through the augmentation too"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_augmenting_what_is_replayed_leaves_other_random_numbers_alone(kind):
+    """Dropout sees the same random numbers with and without an augmentation that draws some and changes nothing."""
+    ends = []
+    for transform in (lambda x: x, lambda x: x + 0 * torch.rand_like(x)):
+        torch.manual_seed(0)
+        model, method = nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.5), nn.Linear(16, 3)), kind(20, 4)
+        data = torch.randn(40, 4, generator=torch.Generator().manual_seed(1)), torch.arange(40) % 3
+        for t in range(2):
+            train(model, method, Task(data, id=t, transform=transform), epochs=1, batch_size=10)
+        ends.append(model)
+    assert same(*ends)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_one_composes_with_every_regulariser(kind):
+    stream = streams.digits("class")
+    for other in (EWC(1.0), MAS(0.01), LwF(0.1), Freeze()):
+        model = nets.mlp(stream.inputs, stream.outputs, hidden=(8,))
+        chain = kind(30) + other
+        for task in stream.tasks[:2]:
+            train(model, chain, task, iterations=3)
+        assert all(p.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_replay_in_a_loop_of_ones_own(kind):
+    model, method = nn.Linear(4, 3), kind(20)
+    optimizer = sgd(model.parameters())
+    for _ in range(2):
+        for _ in range(3):
+            loss = method.loss(model, Batch(torch.randn(8, 4), torch.randint(3, (8,))))
+            optimizer.zero_grad()
+            loss.backward()
+            method.before_step(model)
+            optimizer.step()
+            method.after_step(model)
+        method.end_task(model, None)
+    assert len(method.memory) == 20 and method.tasks == 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_labels_of_old_tasks_keep_their_own_outputs(kind):
+    """Task-incremental: a replayed example is judged among its own task's classes."""
+    stream = streams.digits("task")
+    model, method = nets.mlp(stream.inputs, stream.outputs, hidden=(8,)), kind(40)
+    for task in stream.tasks[:3]:
+        train(model, method, task, iterations=4)
+    t, y = method.memory["t"], method.memory["y"]
+    assert torch.equal(t, y // 2) and len(t.unique()) == 3
+
+
+def test_memory_and_statistics_of_batchnorm():
+    """A-GEM's reference pass leaves running statistics to the current task."""
+    stream = streams.digits("class")
+    counts = []
+    for method in (Method(), AGEM(40)):
+        torch.manual_seed(0)
+        model = nets.cnn(stream.inputs, stream.outputs, channels=(4,))
+        for task in stream.tasks[:2]:
+            train(model, method, task, iterations=5)
+        counts.append(int(next(b for n, b in model.named_buffers() if n.endswith("tracked"))))
+    assert counts == [10, 10]
+
+
+def test_the_process_does_not_grow_with_the_stream():
+    """Many tasks through a small memory: what stays is the memory."""
+    method, model = ER(50), nn.Linear(784, 10)
+    train(model, method, Task((torch.randn(500, 784), torch.randint(10, (500,))), id=0), epochs=1)
+    held = method.memory.nbytes
+    before = everlearn.cost.reset_peak_memory(torch.device("cpu"))
+    for t in range(1, 11):
+        train(model, method, Task((torch.randn(2000, 784), torch.randint(10, (2000,))), id=t), epochs=1)
+    grown = everlearn.cost.peak_memory(torch.device("cpu")) - before
+    one_task = 2000 * 784 * 4
+    assert method.memory.nbytes == held == 50 * (784 * 4 + 8 + 8)
+    assert grown < 4 * one_task, "ten tasks would be ten times as much"
