@@ -46,6 +46,7 @@ class Plan(BaseModel):
     seeds: int = Field(1, ge=1, description="How many seeds, counted from 0.")
     net: Literal["mlp", "cnn", "resnet", "transformer"] = Field("mlp", description="The model.")
     hidden: str = Field("400,400", description="Widths of the hidden layers (mlp only).")
+    init: Literal["torch", "xavier"] = Field("torch", description="First weights (mlp only).")
     optimizer: Literal["sgd", "adam", "adamw", "rmsprop"] = Field("adam", description="The optimizer.")
     lr: float = Field(0.001, gt=0, allow_inf_nan=False, description="Its learning rate.")
     momentum: float = Field(0.0, ge=0, description="Its momentum (sgd and rmsprop).")
@@ -149,7 +150,7 @@ class Cell:
             given["root"] = p.data
         stream = make(scenario=self.scenario, seed=self.seed, valid=p.valid, **given)
         return run(
-            partial(NETS["mlp"], hidden=p.widths) if p.net == "mlp" else NETS[p.net],
+            partial(NETS["mlp"], hidden=p.widths, init=p.init) if p.net == "mlp" else NETS[p.net],
             self.method,
             stream.joint() if self.joint else stream,
             optimizer=optimizer(p), epochs=p.epochs or (1 if stream.once else 10), iterations=p.iterations, batch_size=p.batch_size, seed=self.seed,

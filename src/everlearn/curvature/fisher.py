@@ -33,7 +33,7 @@ def fisher(
     structure: Structure = "diagonal",
     likelihood: Likelihood | None = None,
     samples: int = 1,
-    chunk: int = 256,
+    chunk: int | None = None,
     seed: int = 0,
     examples: int | None = None,
 ) -> Form:
@@ -54,7 +54,7 @@ def fisher(
         structure: "diagonal", "kronecker" (per layer) or "full".
         likelihood: what the outputs mean; by default the task's.
         samples: draws to average for "signs" and "sample".
-        chunk: examples per pass; memory grows with it.
+        chunk: examples per pass; memory grows with it. By default what suits the model.
         seed: of the draws.
         examples: how many to take it on, drawn at random; by default all.
 
@@ -76,13 +76,13 @@ class FisherEstimator:
         structure: Structure = "diagonal",
         likelihood: Likelihood | None = None,
         samples: int = 1,
-        chunk: int = 256,
+        chunk: int | None = None,
     ) -> None:
         if structure not in STRUCTURES:
             raise ValueError(f"structure: got {structure!r}, allowed: {', '.join(map(repr, STRUCTURES))}.")
         if labels not in COLUMNS:
             raise ValueError(f"labels: got {labels!r}, allowed: {', '.join(map(repr, COLUMNS))}.")
-        if samples < 1 or chunk < 1:
+        if samples < 1 or (chunk is not None and chunk < 1):
             raise ValueError(f"samples and chunk must be at least 1, got {samples} and {chunk}.")
         self.labels, self.structure, self.likelihood = labels, structure, likelihood
         self.samples = samples if labels in ("signs", "sample") else 1
@@ -104,7 +104,7 @@ class FisherEstimator:
         random, seen = generator(seed, "fisher"), 0
         device = next(iter(engine.parameters.values())).device
         with untouched(engine.model):
-            for batch in task.examples(self.chunk, most=examples):
+            for batch in task.examples(self.chunk or engine.chunk(task), most=examples):
                 if len(batch):
                     here = batch if device.type == "cpu" else batch.to(device)
                     engine.update(here.x, partial(self._columns, here, random), statistic)

@@ -20,7 +20,7 @@ log = logging.getLogger("everlearn")
 Norm = Literal["squared", "vector", "local"]
 
 
-def sensitivity(model: nn.Module, data: Any, norm: Norm = "squared", chunk: int = 256) -> Diagonal:
+def sensitivity(model: nn.Module, data: Any, norm: Norm = "squared", chunk: int | None = None) -> Diagonal:
     """Mean over examples of the absolute gradient of the output's size; no labels are needed (Aljundi et al., 2018).
 
         squared:  Ωᵢ = mean of |∂ ‖f(x)‖² / ∂θᵢ|
@@ -35,7 +35,7 @@ def sensitivity(model: nn.Module, data: Any, norm: Norm = "squared", chunk: int 
         model: any module; left exactly as it was.
         data: inputs, or anything a task can be made of; labels are ignored.
         norm: which form.
-        chunk: examples per pass; memory grows with it.
+        chunk: examples per pass; memory grows with it. By default what suits the model.
 
     >>> model = nn.Linear(2, 1, bias=False)
     >>> x = torch.tensor([[1.0, -2.0]])
@@ -49,7 +49,7 @@ def sensitivity(model: nn.Module, data: Any, norm: Norm = "squared", chunk: int 
     unseen: set[str] = set()
     device = next(iter(engine.parameters.values())).device
     with untouched(engine.model):
-        for batch in task.examples(chunk):
+        for batch in task.examples(chunk or engine.chunk(task)):
             here = batch if device.type == "cpu" else batch.to(device)
             if norm == "local":
                 unseen = engine.update_locally(here.x, partial(_allowed, here), magnitudes)

@@ -25,8 +25,10 @@ from everlearn.curvature.persample.operations import Broadcast, Expansion, Layou
 from everlearn.curvature.persample.probe import close, find_layout, kronecker_pairs, refuse_mixing, unlike_the_first
 from everlearn.curvature.persample.statistics import Elementwise, Statistic, Use
 from everlearn.curvature.persample.tap import Tap
+from everlearn.data import Batches
 from everlearn.params import Params, evaluating, named, unwrap
 from everlearn.seeds import seeded
+from everlearn.stream import Task
 
 log = logging.getLogger("everlearn")
 Cotangents = Callable[[Tensor], Iterable[Tensor]]
@@ -41,6 +43,7 @@ class Plan(NamedTuple):
         general: the parameters that must go the general way.
         pairs: the weights with Kronecker factors, and the bias (or None) that goes with each.
         shapes: of one example's inputs.
+        held: bytes of the inputs and outputs of all operations, for one example.
     """
 
     operations: list[tuple[type[Operation], dict[str, str], Layout, int]]
@@ -48,6 +51,7 @@ class Plan(NamedTuple):
     general: set[str]
     pairs: dict[str, str | None]
     shapes: list[torch.Size]
+    held: int = 0
 
 
 class PerExample:
@@ -65,6 +69,15 @@ class PerExample:
         self.plan: Plan | None = None
         if not self.parameters:
             raise ValueError(f"{type(self.model).__name__} has no trainable parameters to take gradients of.")
+
+    def chunk(self, task: Task) -> int:
+        """How many examples go through the model best at once: as many as fit 8 MB, where caches still help; 64 to 512."""
+        if isinstance(task.train, Batches):  # which come as they are, and may come once only
+            return 256
+        for some in task.examples(2):
+            held = self._plan(some.to(next(iter(self.parameters.values())).device).x).held
+            return 256 if not held else min(512, max(64, 2**23 // held))
+        return 256
 
     def update(self, x: Any, cotangents: Cotangents, statistic: Statistic) -> None:
         """Take in a chunk of examples; only inside ``untouched(model)``.
@@ -150,15 +163,18 @@ class PerExample:
             operations.append((type(joint), joint.names, layout or Layout(0), rows))
         uses = Counter(name for operation in first.operations for name in operation.names.values())
         shapes = [v.shape[1:] for v in tree_leaves(inputs[0])]
-        plan = Plan(operations, uses, general, {}, shapes)
+        plan = Plan(operations, uses, general, {}, shapes, first.held // len(first.out))
         general = general | self._unconfirmed(inputs[0], first.out, plan)
         return plan._replace(general=general, pairs=kronecker_pairs(first.operations, uses, general))
 
     def _record(self, x: Any) -> _Record:
         met: list[tuple[Operation, int]] = []
+        held = 0
 
         def meet(operation: Operation, call: Any, args: Any, kwargs: Any) -> Any:
+            nonlocal held
             y = call(*args, **kwargs)
+            held += operation.x.nbytes + y.nbytes
             if isinstance(operation, Expansion):
                 operation.x = y
             met.append((operation, operation.x._version))
@@ -167,7 +183,7 @@ class PerExample:
         with torch.enable_grad(), Tap(self.parameters, meet) as tap:  # nothing needs a gradient, so no graph is made
             out = _checked(self.model(x), x)
         changed = {n for o, version in met if o.x._version != version for n in o.names.values()}
-        return _Record([operation for operation, _ in met], out, tap.unknown | changed, tap.reorders)
+        return _Record([operation for operation, _ in met], out, tap.unknown | changed, tap.reorders, held)
 
     def _unconfirmed(self, some: Any, out: Tensor, plan: Plan) -> set[str]:
         """Parameters whose squared gradients, summed over these examples, are not what ordinary gradients give."""
@@ -271,6 +287,7 @@ class _Record(NamedTuple):
     out: Tensor
     unknown: set[str]
     reorders: bool
+    held: int
 
 
 class _Tapped(NamedTuple):
