@@ -1,12 +1,16 @@
 """What our loop and our methods cost: a training step of Everlearn as a multiple of a plain one.
 
-    python benchmarks/overhead.py [loop methods]
+    python benchmarks/overhead.py [loop methods replay]
 
 ``loop``: our trainer against a hand-written PyTorch loop doing the identical work. Both see the same batches from the same
 first weights, and must end with the same weights, bit for bit. Targets: at most 1.05 at batch 128, 1.10 at batch 10.
 
 ``methods``: a step with a method that has tasks behind it against a step of fine-tuning, both through our trainer, on
 784-400-400-10 at batch 128 with plain SGD. Targets: EWC (also with 20 anchors) and MAS at most 1.15, SI 1.25.
+
+``replay``: ER and A-GEM through our trainer against hand-written loops doing the same work: one loss over 128 new and 128
+remembered examples with a vectorised reservoir; two backward passes without any projection; and a stream of 10 examples a
+chunk, seen once, with 10 remembered. Targets: at most 1.15, 1.15 and 1.3.
 
 All run in turns in one process on one thread, and a ratio is that of the smallest times, so that noise of the machine
 falls on all alike.
@@ -19,7 +23,7 @@ import time
 import torch
 import torch.nn.functional as F
 
-from everlearn import EWC, L2, MAS, SI, LwF, Method, Task, nets, train
+from everlearn import AGEM, ER, EWC, L2, MAS, SI, LwF, Method, Task, nets, streams, train
 from everlearn.seeds import generator
 
 
@@ -122,10 +126,97 @@ def stepping(model, method, task):
     return time.perf_counter() - start
 
 
+class Reservoir:
+    """The memory of a hand-written loop."""
+
+    def __init__(self, rows):
+        self.x, self.y, self.seen = torch.empty(rows, 784), torch.empty(rows, dtype=torch.long), 0
+
+    def add(self, x, y):
+        """Vectorised; of two rows for one place the later wins."""
+        n = torch.arange(self.seen, self.seen + len(x))
+        place = torch.where(n < len(self.x), n, (torch.rand(len(x)) * (n + 1)).long())
+        kept = place < len(self.x)
+        self.x[place[kept]], self.y[place[kept]] = x[kept], y[kept]
+        self.seen += len(x)
+
+    def draw(self, count):
+        """Without replacement."""
+        rows = torch.randperm(min(self.seen, len(self.x)))[:count]
+        return self.x[rows], self.y[rows]
+
+
+def replay_by_hand(model, batches, memory, optimizer):
+    """One loss over new and remembered examples."""
+    for x, y in batches:
+        old_x, old_y = memory.draw(len(x))
+        loss = F.cross_entropy(model(torch.cat([x, old_x])), torch.cat([y, old_y]))
+        optimizer.zero_grad()
+        loss.backward()
+        loss.item()
+        optimizer.step()
+        memory.add(x, y)
+
+
+def two_passes_by_hand(model, batches, memory, optimizer):
+    """The work of A-GEM without its projection."""
+    parameters = list(model.parameters())
+    for x, y in batches:
+        old_x, old_y = memory.draw(len(x))
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        loss.item()
+        torch.autograd.grad(F.cross_entropy(model(old_x), old_y), parameters)
+        optimizer.step()
+        memory.add(x, y)
+
+
+def compare_replay(rounds):
+    """Trainer and hand-written loops in turns."""
+    x, y = torch.randn(3200, 784), torch.randint(10, (3200,))
+    print(f"{'replay':>24} {'by hand':>10} {'everlearn':>10} {'ratio':>7}")
+    for name, hidden, size, by_hand, make in (
+        ("ER, batch 128", (400, 400), 128, replay_by_hand, lambda: ER(500)),
+        ("A-GEM, batch 128", (400, 400), 128, two_passes_by_hand, lambda: AGEM(500, 128)),
+        ("ER, online, chunks of 10", (100, 100), 10, replay_by_hand, lambda: ER(500)),
+    ):
+        times = {"hand": [], "everlearn": []}
+        first, method, memory = nets.mlp(784, 10, hidden), make(), Reservoir(500)
+        models = {side: copy.deepcopy(first) for side in times}
+        memory.add(x[:1000], y[:1000])
+        train(models["everlearn"], method, Task((x[:1000], y[:1000]), id=0), optimizer=sgd, batch_size=size)
+        stream = streams.from_tasks([((x, y), None)], scenario="domain", outputs=10)
+        tasks = list(streams.online(stream, chunk=10)) if size == 10 else [Task((x, y), id=1)]
+        for task in tasks:
+            task.id = 1
+        optimizers = {side: sgd(model.parameters()) for side, model in models.items()}
+        for turn in range(rounds + 1):
+            start = time.perf_counter()
+            order = torch.randperm(len(x))
+            by_hand(models["hand"], ((x[i], y[i]) for i in order.split(size)), memory, optimizers["hand"])
+            middle = time.perf_counter()
+            for task in tasks:
+                train(
+                    models["everlearn"],
+                    method,
+                    task,
+                    optimizer=optimizers["everlearn"],
+                    batch_size=size,
+                    progress=False,
+                )
+            if turn:
+                times["hand"].append(middle - start)
+                times["everlearn"].append(time.perf_counter() - middle)
+        steps = len(x) / size
+        hand, ours = (min(times[side]) / steps for side in times)
+        print(f"{name:>24} {hand * 1e6:>7.0f} µs {ours * 1e6:>7.0f} µs {ours / hand:>7.3f}")
+
+
 def main():
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("parts", nargs="*", default=["loop", "methods"])
+    parser.add_argument("parts", nargs="*", default=["loop", "methods", "replay"])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=300)
     args = parser.parse_args()
@@ -134,6 +225,8 @@ def main():
         print_loop(args)
     if "methods" in args.parts:
         compare_methods(args.rounds)
+    if "replay" in args.parts:
+        compare_replay(args.rounds)
 
 
 def print_loop(args):

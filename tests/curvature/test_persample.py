@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from everlearn.curvature import fisher
 from everlearn.curvature.persample.engine import PerExample, untouched
 from everlearn.curvature.persample.statistics import Elementwise, InFull
 from tests.models import MODELS, make
@@ -260,3 +261,20 @@ def test_sparse_embeddings_and_lengths_that_change():
             right[n] = right[n] + 5 * v
     for n, value in right.items():
         torch.testing.assert_close(found.sums[n], value)
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("size", [12, 16, 24])
+def test_convolutions_side_by_side(stride, size, double):
+    """Maps of middle size take several examples as the groups of one convolution."""
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 5, 3, stride, padding=1), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.LazyLinear(2)
+    )
+    x, y = torch.randn(11, 3, size, size), torch.randint(2, (11,))
+    model(x)
+    found = fisher(model, (x, y), "true").values["0.weight"]
+    truth = torch.zeros_like(found)
+    for i in range(len(x)):
+        loss = torch.nn.functional.cross_entropy(model(x[i : i + 1]), y[i : i + 1])
+        truth += torch.autograd.grad(loss, model[0].weight)[0].square()
+    torch.testing.assert_close(found, truth / len(x))

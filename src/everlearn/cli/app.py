@@ -52,7 +52,7 @@ class Comparison(BaseModel):
 
 @app.command
 def compare(*, options: Annotated[Comparison, Parameter(name="*")] = Comparison()) -> int:  # noqa: B008
-    """Every method on the embedded digits in all three scenarios, as one table. Takes a minute or two.
+    """Every method on the embedded digits in all three scenarios, as one table. Takes a few minutes.
 
     Five tasks of two digits each are learned one after the other. 'joint' learns them all at once and shows what is
     possible; 'finetune' does nothing against forgetting and shows the problem.

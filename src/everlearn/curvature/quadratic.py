@@ -52,8 +52,10 @@ class Quadratic:
     def pull(self, theta: Params) -> tuple[Tensor, Params]:
         """q(θ) and its gradient F δ - s."""
         kind = next(iter(theta.values())).device.type
-        with torch.autocast(kind, enabled=False):  # the height of a large importance needs all digits
-            return self._pull(theta)
+        if torch.is_autocast_enabled(kind):  # the height of a large importance needs all digits
+            with torch.autocast(kind, enabled=False):
+                return self._pull(theta)
+        return self._pull(theta)
 
     def _pull(self, theta: Params) -> tuple[Tensor, Params]:
         names = [n for n in theta if n in self.anchor]

@@ -97,9 +97,11 @@ class Categorical(Likelihood):
         return r * (y != -100)[..., None]
 
     def sample(self, out: Tensor, generator: torch.Generator, allowed: Tensor | None = None) -> Tensor:
-        """A class each."""
-        p = self.logits(out, allowed).softmax(-1).flatten(0, -2).cpu()
-        return torch.multinomial(p, 1, generator=generator).view(out.shape[:-1]).to(out.device)
+        """A class each: the first whose cumulated probability reaches a number drawn from (0, 1]."""
+        wide = torch.promote_types(out.dtype, torch.float32)
+        reached = self.logits(out, allowed).softmax(-1, dtype=wide).cumsum(-1)
+        drawn = 1 - torch.rand(*out.shape[:-1], 1, generator=generator, dtype=wide)
+        return (reached < drawn.to(out.device) * reached[..., -1:]).sum(-1)
 
     def predicted(self, out: Tensor, allowed: Tensor | None = None) -> Tensor:
         """The class with the highest output."""

@@ -8,6 +8,7 @@ from everlearn.methods.er_ace import ERACE
 from everlearn.methods.ewc import EWC
 from everlearn.methods.freeze import Freeze
 from everlearn.methods.gem import GEM
+from everlearn.methods.generative import GenerativeReplay
 from everlearn.methods.l2 import L2
 from everlearn.methods.lwf import LwF
 from everlearn.methods.mas import MAS
@@ -27,4 +28,5 @@ METHODS: dict[str, type[Method]] = {
     "derpp": DERpp,
     "agem": AGEM,
     "gem": GEM,
+    "generative": GenerativeReplay,
 }

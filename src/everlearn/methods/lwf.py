@@ -7,15 +7,14 @@ from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from everlearn.curvature.divergence import output_kl
 from everlearn.heads import output_layer
 from everlearn.likelihood import Categorical, Likelihood
 from everlearn.method import Method, NonNegative, Range
-from everlearn.params import Params, evaluating, unwrap
-from everlearn.penalty import check_finite
+from everlearn.params import unwrap
 from everlearn.stream import Batch
+from everlearn.teacher import answer, check_known, questions, remember, with_task
 
 
 @dataclass(eq=False)
@@ -54,7 +53,7 @@ class LwF(Method):
         self.learned: list[int] = []
         self.current: int | None = None
         self.begun: bool = False
-        self._asked: list[tuple[Tensor, Tensor, int]] | None = None
+        self._asked: list[tuple[Tensor, Tensor, int, int]] | None = None
         self._likelihood: Likelihood = Categorical()
         self._warmup = Warmup()
 
@@ -90,7 +89,7 @@ class LwF(Method):
             raise ValueError(
                 "One output is no choice between classes: give Batch(x, likelihood=Gaussian()) or Bernoulli()."
             )
-        target = _answer(unwrap(model), teacher["state"], x)
+        target = answer(model, teacher, x)
         if out.dim() != target.dim() or len(out) != len(target) or (torch.is_grad_enabled() and not out.requires_grad):
             raise ValueError(
                 f"out must be what the model answers to these inputs, with its graph, of shape {tuple(target.shape)}; got "
@@ -98,9 +97,9 @@ class LwF(Method):
             )
         if self._asked is None:
             now = (out, batch.allowed if isinstance(batch, Batch) else None) if self.refuse_new else None
-            self._asked = _questions(teacher, self.current, target, now)
+            self._asked = questions(teacher, self.current, target, now)
         total = out.new_zeros(())
-        for old, new, times in self._asked:
+        for old, new, times, _ in self._asked:
             total = total + times * self._apart(likelihood, target[..., old], out[..., old], out[..., new]) / len(out)
         return self.strength * total
 
@@ -122,55 +121,14 @@ class LwF(Method):
 
     def end_task(self, model: nn.Module, task: Any) -> None:
         """Remember the model as it is."""
-        place, allowed = getattr(task, "id", None), getattr(task, "allowed", None)
         self._likelihood = getattr(task, "likelihood", self._likelihood)
-        place = -1 - len(self.learned) if place is None else place
-        self.learned = [*(k for k in self.learned if k != place), place]
-        rows = None
-        if allowed is not None:  # a task without a number had no table: it may be answered with everything
-            rows = torch.stack([allowed[k] if k >= 0 else torch.ones_like(allowed[0]) for k in self.learned])
-        inner = unwrap(model)
-        check_finite(dict(inner.named_parameters()))
-        state = {n: v.detach().clone() for n, v in [*inner.named_parameters(), *inner.named_buffers()]}
-        self.latest, self._asked, self.begun = {"state": state, "ids": list(self.learned), "rows": rows}, None, False
+        self.learned = with_task(self.learned, task)
+        self.latest, self._asked, self.begun = remember(model, task, self.learned), None, False
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what another had learned."""
         super().load_state_dict(state)
         self._asked = None
-
-
-def _answer(model: nn.Module, state: Params, x: Any) -> Tensor:
-    """What the model would say with the teacher's parameters and statistics, in evaluation mode."""
-    _check_known(model, state)
-    with torch.no_grad(), evaluating(model):
-        answer: Tensor = functional_call(model, state, (x,))
-    return answer
-
-
-def _check_known(model: nn.Module, state: Params) -> None:
-    if new := [n for n, _ in model.named_parameters() if n not in state]:
-        raise ValueError(
-            f"{', '.join(new[:3])} did not exist when the last task ended, so the teacher would be another model: grow the "
-            "output layer (everlearn.heads.grow_output), or end the task after adding layers."
-        )
-
-
-def _questions(
-    teacher: dict[str, Any], current: int | None, target: Tensor, now: tuple[Tensor, Tensor | None] | None
-) -> list[tuple[Tensor, Tensor, int]]:
-    """The outputs each old task may be answered with, those it got since (only with ``now``), and how many tasks share them."""
-    old = [i for i, k in enumerate(teacher["ids"]) if k != current]
-    out, allowed = now or (target, None)
-    if teacher["rows"] is None:
-        every = torch.arange(max(target.shape[-1], out.shape[-1]), device=target.device)
-        width = target.shape[-1]
-        return [(every[:width], every[width:], len(old))] if old else []
-    then = teacher["rows"][old]
-    since = then if allowed is None else allowed[[teacher["ids"][i] for i in old]].to(then.device) | then
-    rows, times = torch.stack([then, since & ~then], 1).unique(dim=0, return_counts=True)
-    places = [[row.nonzero().flatten().to(target.device) for row in pair] for pair in rows]
-    return [(a, b, int(n)) for (a, b), n in zip(places, times, strict=True)]
 
 
 class Warmup:
@@ -184,7 +142,7 @@ class Warmup:
 
     def begin(self, model: nn.Module, task: Any, teacher: dict[str, Any], steps: int, output: str | None) -> None:
         """Find the new outputs; without any there is no warm-up."""
-        _check_known(model, teacher["state"])
+        check_known(model, teacher)
         name, layer = output_layer(model, output)
         old = torch.arange(layer.out_features) < len(teacher["state"][f"{name}.weight"])
         allowed = getattr(task, "allowed", None)

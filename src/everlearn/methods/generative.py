@@ -1,0 +1,162 @@
+"""Generative replay: dream up old inputs instead of keeping them."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from everlearn.likelihood import Categorical
+from everlearn.method import Method, Range
+from everlearn.nets.vae import VAE
+from everlearn.seeds import derive, generator, seeded
+from everlearn.stream import Batch, as_task
+from everlearn.teacher import Teacher, answer, questions, remember, with_task
+
+
+@dataclass(eq=False)
+class GenerativeReplay(Method):
+    """Deep generative replay (Shin et al., NeurIPS 2017), with a variational autoencoder.
+
+        L = (1/t) L_task + (1 - 1/t) L_replay + L_generator,   t the number of tasks, this one included
+        L_replay: on inputs x′ from the generator as it was before this task, labelled by the model as it was
+        L_generator = (1/t) · (-ELBO of x) + (1 - 1/t) · (-ELBO of x′)
+
+    No old example is kept. The generator's parameters are the method's own and learn with the same optimizer, at the same time.
+    Where tasks have outputs of their own, every old task is asked about every x′ and the losses are averaged, as van de Ven &
+    Tolias (2019) do. Inputs are tensors of numbers: vectors, or images small enough for a perceptron.
+
+    Args:
+        size: how many inputs are generated at a step; by default as many as the current batch has.
+        targets: "hard" labels, the old model's most likely ones, or "soft" ones: its probabilities at the temperature, and a
+            divergence times T².
+        temperature: T of soft targets.
+        hidden: width of the generator's layers.
+        latent: length of its code.
+    """
+
+    size: Annotated[int, Range(1)] | None = None
+    targets: Literal["hard", "soft"] = "hard"
+    temperature: Annotated[float, Range(1e-3)] = 2.0
+    hidden: Annotated[int, Range(1)] = 400
+    latent: Annotated[int, Range(1)] = 100
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.inputs: list[int] = []
+        self.pixels: bool = True
+        self.weights: dict[str, Tensor] = {}  # the generator's, while it learns
+        self.latest: Teacher = {}
+        self.teacher: Teacher = {}
+        self.learned: list[int] = []
+        self.current: int | None = None
+        self.draws = 0
+        self._generator: VAE | None = None
+        self._past: VAE | None = None
+
+    def begin_task(self, model: nn.Module, task: Any) -> None:
+        """The generator and the model as the last task left them become the source of what is replayed."""
+        self.current = getattr(task, "id", None)
+        if self._generator is None:
+            self._generator = self._build(model, task)
+        if self.latest and (self.current is None or self.current != self.latest["ids"][-1]):
+            self.teacher, self._past = self.latest, None
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The generator's."""
+        return [] if self._generator is None else list(self._generator.parameters())
+
+    def task_loss(self, batch: Batch, out: Tensor) -> Tensor:
+        """The share of the current task."""
+        return batch.loss(out) * self._share() if self.teacher else batch.loss(out)
+
+    def penalty(self, model: nn.Module, batch: Batch | None = None, out: Tensor | None = None) -> Tensor | float:
+        """What is replayed, and the generator's own lesson."""
+        if batch is None or self._generator is None:
+            return 0.0
+        lesson = self._generator.loss(batch.x, self._noise(len(batch), batch.x))
+        if not self.teacher:
+            return lesson
+        share, past = self._share(), self._before(model)
+        x = past.sample(self._noise(self.size or len(batch), batch.x))
+        lesson = share * lesson + (1 - share) * self._generator.loss(x, self._noise(len(x), x))
+        return lesson + (1 - share) * self._replayed(model, batch, x)
+
+    def end_task(self, model: nn.Module, task: Any) -> None:
+        """Remember the model and its generator as they are."""
+        if self._generator is None:
+            raise ValueError(
+                "GenerativeReplay has no generator yet: call begin_task(model, task) before the task's first step."
+            )
+        self.learned = with_task(self.learned, task)
+        self.weights = {n: v.detach().clone() for n, v in self._generator.state_dict().items()}
+        self.latest = {**remember(model, task, self.learned), "generator": self.weights}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what another had learned, its generator included."""
+        super().load_state_dict(state)
+        self._past = None
+        if self.weights:
+            self._generator = self._vae(self.weights)
+
+    def _replayed(self, model: nn.Module, batch: Batch, x: Tensor) -> Tensor:
+        if not isinstance(batch.likelihood, Categorical):
+            raise TypeError(f"Generative replay is about classes; {batch.likelihood} has none: use ER.")
+        target, out = answer(model, self.teacher, x), model(x)
+        now = (out, batch.allowed)
+        asked = questions(self.teacher, self.current, target, now)
+        total: Tensor = out.new_zeros(())
+        for old, new, times, k in asked:
+            if self.targets == "hard":
+                y = old[target[:, old].argmax(-1)]
+                t = None if batch.t is None else torch.full((len(x),), k, device=x.device)
+                loss = batch.like(x, y, t).loss(out)
+            else:
+                loss = self._soft(target[:, old], out[:, old], out[:, new])
+            total = total + times * loss
+        count = max(1, sum(times for _, _, times, _ in asked))
+        return total / count
+
+    def _soft(self, t: Tensor, z: Tensor, new: Tensor) -> Tensor:
+        """T² · mean of KL(teacher ‖ student), whose outputs that are new since have target 0."""
+        log_p = (t / self.temperature).log_softmax(-1)
+        log_q = (torch.cat([z, new], -1) / self.temperature).log_softmax(-1)[:, : z.shape[-1]]
+        apart: Tensor = (log_p.exp() * (log_p - log_q)).sum() / len(t)
+        return self.temperature * self.temperature * apart
+
+    def _share(self) -> float:
+        ids: list[int] = self.teacher["ids"]
+        return 1 / (1 + sum(k != self.current for k in ids))
+
+    def _noise(self, rows: int, like: Tensor) -> Tensor:
+        """From a sequence of its own, which does not shift the model's random numbers."""
+        self.draws += 1
+        return torch.randn(rows, self.latent, generator=generator(0, "generative", self.draws)).to(like)
+
+    def _before(self, model: nn.Module) -> VAE:
+        if self._past is None:
+            self._past = self._vae(self.teacher["generator"]).requires_grad_(False)
+        return self._past
+
+    def _build(self, model: nn.Module, task: Any) -> VAE:
+        """A generator for this task's inputs."""
+        batch = next(as_task(task).examples(256), None)
+        if batch is None or not isinstance(batch.x, Tensor) or not batch.x.is_floating_point():
+            raise TypeError(
+                "GenerativeReplay needs inputs that are tensors of floating-point numbers, vectors or small images."
+            )
+        self.inputs, self.pixels = list(batch.x.shape[1:]), bool(batch.x.min() >= 0 and batch.x.max() <= 1)
+        with seeded(derive(0, "generative")):
+            vae = VAE(self.inputs, self.pixels, self.hidden, self.latent)
+        like = next(model.parameters())
+        return vae.to(like.device, like.dtype)
+
+    def _vae(self, weights: dict[str, Tensor]) -> VAE:
+        with seeded(0):
+            vae = VAE(self.inputs, self.pixels, self.hidden, self.latent)
+        like = next(iter(weights.values()))
+        vae.to(like.device, like.dtype).load_state_dict(copy.deepcopy(weights))
+        return vae

@@ -1,0 +1,73 @@
+"""The model as an earlier task left it, kept as tensors and asked in evaluation mode."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from everlearn.params import Params, evaluating, unwrap
+from everlearn.penalty import check_finite
+
+Teacher = dict[str, Any]
+
+
+def remember(model: nn.Module, task: Any, learned: list[int]) -> Teacher:
+    """The model as it is, with the tasks it has learned and, where there is a table, the outputs each may be answered with."""
+    inner, allowed = unwrap(model), getattr(task, "allowed", None)
+    check_finite(dict(inner.named_parameters()))
+    rows = None
+    if allowed is not None:  # a task without a number had no table: it may be answered with everything
+        rows = torch.stack([allowed[k] if k >= 0 else torch.ones_like(allowed[0]) for k in learned])
+    state = {n: v.detach().clone() for n, v in [*inner.named_parameters(), *inner.named_buffers()]}
+    return {"state": state, "ids": list(learned), "rows": rows}
+
+
+def with_task(learned: list[int], task: Any) -> list[int]:
+    """The tasks learned so far, this one last; one without a number gets a negative one."""
+    place = getattr(task, "id", None)
+    place = -1 - len(learned) if place is None else place
+    return [*(k for k in learned if k != place), place]
+
+
+def answer(model: nn.Module, teacher: Teacher, x: Any) -> Tensor:
+    """What the model would say with the teacher's parameters and statistics, in evaluation mode."""
+    check_known(model, teacher)
+    inner = unwrap(model)
+    with torch.no_grad(), evaluating(inner):
+        said: Tensor = functional_call(inner, teacher["state"], (x,))
+    return said
+
+
+def check_known(model: nn.Module, teacher: Teacher) -> None:
+    """Refuse a model with parameters the teacher has not."""
+    known: Params = teacher["state"]
+    if new := [n for n, _ in unwrap(model).named_parameters() if n not in known]:
+        raise ValueError(
+            f"{', '.join(new[:3])} did not exist when the last task ended, so the teacher would be another model: grow the "
+            "output layer (everlearn.heads.grow_output), or end the task after adding layers."
+        )
+
+
+def questions(
+    teacher: Teacher, current: int | None, target: Tensor, now: tuple[Tensor, Tensor | None] | None = None
+) -> list[tuple[Tensor, Tensor, int, int]]:
+    """The outputs each old task may be answered with, those it got since (only with ``now``, the model's outputs and table),
+    how many tasks share them, and one of these tasks.
+    """
+    old = [i for i, k in enumerate(teacher["ids"]) if k != current]
+    out, allowed = now or (target, None)
+    if not old:
+        return []
+    if teacher["rows"] is None:
+        every = torch.arange(max(target.shape[-1], out.shape[-1]), device=target.device)
+        width = target.shape[-1]
+        return [(every[:width], every[width:], len(old), teacher["ids"][old[0]])]
+    then = teacher["rows"][old]
+    since = then if allowed is None else allowed[[teacher["ids"][i] for i in old]].to(then.device) | then
+    rows, which, times = torch.stack([then, since & ~then], 1).unique(dim=0, return_inverse=True, return_counts=True)
+    places = [[row.nonzero().flatten().to(target.device) for row in pair] for pair in rows]
+    ids = [teacher["ids"][old[which.tolist().index(group)]] for group in range(len(rows))]
+    return [(a, b, int(n), k) for (a, b), n, k in zip(places, times, ids, strict=True)]
