@@ -62,6 +62,35 @@ def test_stored_before_augmentation_and_augmented_when_replayed(kind):
     assert len(seen) > 8, "replayed examples go through the augmentation too"
 
 
+def test_every_task_keeps_its_own_augmentation():
+    method, model, seen = ER(40, 20), nn.Linear(4, 3), []
+    x, y = torch.rand(40, 4), torch.arange(40) % 3
+    model.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    for t, shift in enumerate((100.0, -100.0, None)):
+        transform = None if shift is None else (lambda x, shift=shift: x + shift)
+        train(
+            model,
+            method,
+            Task((x, y), id=t, transform=transform),
+            epochs=1,
+            batch_size=20,
+            optimizer=lambda p: torch.optim.SGD(p, 1e-9),
+        )
+    replayed, _ = method.draw(Batch(x[:20], y[:20], torch.full((20,), 2)))
+    where = {0: 100.0, 1: -100.0, 2: 0.0}
+    for row, t in zip(replayed.x, replayed.t.tolist(), strict=True):
+        assert (row - where[t]).min() >= 0 and (row - where[t]).max() <= 1
+    assert len(replayed.t.unique()) > 1
+
+
+def test_unnumbered_tasks_do_not_meet_numbered_ones():
+    method = AGEM(20)
+    method.observe(batch(t=1), None)
+    method.end_task(nn.Linear(1, 1), None)
+    later = Batch(torch.randn(4, 4), torch.randint(3, (4,)))
+    assert method.earlier(later).all()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_augmenting_what_is_replayed_leaves_other_random_numbers_alone(kind):
     """Dropout sees the same random numbers with and without an augmentation that draws some and changes nothing."""

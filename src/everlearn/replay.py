@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 from everlearn.memory import Memory
 from everlearn.method import Method, Range
 from everlearn.seeds import derive, seeded
-from everlearn.stream import Batch
+from everlearn.stream import Batch, Transform
 
 Rows = dict[str, Any]
 
@@ -22,7 +22,8 @@ class Replay(Method):
     """A bounded memory of examples; the base of methods that see some of them again.
 
     Examples enter when they are first seen, in the first epoch, as they are before augmentation, after the replay of their
-    own step has been drawn. Drawn ones are augmented as the current task's are.
+    own step has been drawn. Drawn ones are augmented anew, as their own task augments. Where a batch is cut into micro-batches,
+    each replays for itself.
 
     Args:
         capacity: how many examples are kept.
@@ -40,9 +41,12 @@ class Replay(Method):
         self.memory = Memory(self.capacity, self.policy)
         self.drawn = 0
         self.tasks = 0
+        self._transforms: dict[int, Transform | None] = {}
 
     def observe(self, batch: Batch, out: Tensor) -> None:
         """New examples enter the memory."""
+        for k in [] if batch.t is None else batch.t.unique().tolist():
+            self._transforms[k] = batch.transform
         if batch.epoch == 0:
             self.memory.add(**self.columns(batch, out))
 
@@ -52,7 +56,7 @@ class Replay(Method):
 
     def columns(self, batch: Batch, out: Tensor) -> Rows:
         """What is kept of a batch."""
-        t = torch.full((len(batch),), self.tasks) if batch.t is None else batch.t
+        t = torch.full((len(batch),), -1 - self.tasks) if batch.t is None else batch.t  # as no stream numbers its tasks
         return {"x": batch.original, "y": batch.labels(), "t": t}
 
     def draw(self, batch: Batch, where: Tensor | None = None) -> tuple[Batch, Rows] | None:
@@ -65,18 +69,28 @@ class Replay(Method):
         if not len(self.memory):
             return None
         t: Tensor = self.memory["t"]
-        current = torch.tensor([self.tasks]) if batch.t is None else batch.t.unique()
+        current = torch.tensor([-1 - self.tasks]) if batch.t is None else batch.t.unique()
         return ~torch.isin(t, current.to(t.device))
 
     def seen_now(self, batch: Batch, rows: Rows) -> tuple[Batch, Rows]:
         """Rows of the memory as a batch like this one."""
-        device = batch.labels().device
-        rows = tree_map(lambda v: v.to(device) if isinstance(v, Tensor) else v, rows)
-        x, self.drawn = rows["x"], self.drawn + 1
-        if batch.transform is not None:
-            with seeded(derive(self.memory.seed, "replay", self.drawn)):  # must not shift the model's random numbers
-                x = batch.transform(x)
-        return batch.like(x, rows["y"], rows["t"]), rows
+        device, self.drawn = batch.labels().device, self.drawn + 1
+        with seeded(derive(self.memory.seed, "replay", self.drawn)):  # must not shift the model's random numbers
+            x = self._augmented(batch, rows)
+        x, rows = tree_map(lambda v: v.to(device) if isinstance(v, Tensor) else v, (x, rows))
+        return batch.like(x, rows["y"], None if batch.t is None else rows["t"]), rows
+
+    def _augmented(self, batch: Batch, rows: Rows) -> Any:
+        """Each row as its own task augments; tasks not met in this process as the current one."""
+        own = {k: self._transforms.get(k, batch.transform) for k in rows["t"].unique().tolist()}
+        if len(set(own.values())) == 1:
+            transform = next(iter(own.values()))
+            return rows["x"] if transform is None else transform(rows["x"])
+        x = []
+        for i, k in enumerate(rows["t"].tolist()):
+            one, transform = tree_map(lambda v, i=i: v[i : i + 1], rows["x"]), own[k]
+            x.append(one if transform is None else transform(one))
+        return tree_map(lambda *v: torch.cat(v), *x)
 
 
 def loss_on(model: nn.Module, batch: Batch) -> Tensor:

@@ -41,10 +41,31 @@ def test_derpp_adds_the_labels_of_a_second_draw():
 
 
 def test_the_two_draws_are_independent():
-    method = DERpp(100, 10)
-    filled(method, n=100)
-    same = sum(torch.equal(method.draw(new())[0].x, method.draw(new())[0].x) for _ in range(20))
-    assert same == 0
+    method, seen = DERpp(100, 10), []
+    model, _, _ = filled(method, n=100)
+    model.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    method.penalty(model, new())
+    assert len(seen) == 2 and not torch.equal(*seen)
+
+
+def test_precision_may_change_between_tasks():
+    torch.set_default_dtype(torch.float)
+    stream, method = streams.digits("class"), DERpp(30)
+    model = nets.mlp(stream.inputs, stream.outputs, hidden=(8,))
+    for task, precision in zip(stream.tasks[:3], ("float32", "bfloat16", "float32"), strict=True):
+        train(model, method, task, iterations=3, precision=precision)
+    assert method.memory["logits"].dtype == torch.float32
+
+
+def test_outputs_of_minus_infinity_do_not_spread():
+    method = DER(10, 10)
+    model, old, z = filled(method)
+    out = moved(model)(old.x).clone()
+    out[:, 0] = -torch.inf
+    masked = nn.Module()
+    masked.forward = lambda x: torch.cat([torch.full_like(model(x)[:, :1], -torch.inf), model(x)[:, 1:]], 1)
+    truth = 0.5 * (model(old.x)[:, 1:] - z[:, 1:]).square().mean()
+    torch.testing.assert_close(method.penalty(masked, new()), truth)
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,5 @@
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -22,7 +24,7 @@ def test_the_gradient_is_that_of_all_examples_together(new, size):
     model, method = nn.Linear(4, 3), ER(12, size)
     old = filled(method, model)
     batch = Batch(torch.randn(new, 4), torch.randint(3, (new,)))
-    state = method.memory.state_dict()
+    state = copy.deepcopy(method.memory.state_dict())
     g = gradient(method.loss(model, batch), model)
     method.memory.load_state_dict(state)
     drawn, _ = method.draw(batch)
@@ -54,6 +56,24 @@ def test_ace_on_the_memory_sees_all_classes():
     old = filled(method, model)
     batch = Batch(torch.randn(8, 4), torch.zeros(8, dtype=torch.long))
     torch.testing.assert_close(method.penalty(model, batch), old.loss(model(old.x)))
+
+
+@pytest.mark.parametrize("kind", [ER, ERACE])
+def test_tokens_that_do_not_count(kind):
+    """Means run over tokens that count; a draw without any leaves the new examples alone."""
+    model, method = nn.Linear(4, 3), kind(4, 4)
+    x, y = torch.randn(4, 5, 4), torch.randint(3, (4, 5))
+    y[:, 3:] = -100
+    old = Batch(x, y)
+    method.observe(old, model(x))
+    new = Batch(torch.randn(2, 5, 4), torch.randint(3, (2, 5)))
+    found = method.loss(model, new)
+    both = [b.loss(model(b.x)) for b in (new, old)]
+    truth = (both[0] * 10 + both[1] * 12) / 22 if kind is ER else both[0] + both[1]
+    torch.testing.assert_close(found, truth)
+    silent = kind(4, 4)
+    silent.observe(Batch(x, torch.full((4, 5), -100)), model(x))
+    torch.testing.assert_close(silent.loss(model, new), both[0])
 
 
 def test_ace_is_about_classes():

@@ -107,6 +107,25 @@ def test_vectors_and_regression():
         train(model, method, tasks[1], epochs=1)
 
 
+def test_inputs_that_leave_their_range_are_refused():
+    method, model = GenerativeReplay(hidden=8, latent=2), nn.Linear(3, 2)
+    y = torch.zeros(4, dtype=torch.long)
+    method.begin_task(model, (torch.rand(4, 3), y))
+    with pytest.raises(ValueError, match="has begun with inputs in"):
+        method.penalty(model, Batch(5 * torch.rand(4, 3), y))
+
+
+def test_a_state_in_mid_task_has_the_generator_as_it_is():
+    method, model = GenerativeReplay(hidden=8, latent=2), nn.Linear(3, 2)
+    data = torch.rand(4, 3), torch.zeros(4, dtype=torch.long)
+    method.begin_task(model, data)
+    with torch.no_grad():
+        method.parameters()[0].add_(1.0)
+    other = GenerativeReplay(hidden=8, latent=2)
+    other.load_state_dict(method.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(method.parameters(), other.parameters(), strict=True))
+
+
 def test_inputs_it_cannot_imagine():
     with pytest.raises(TypeError, match="tensors of floating-point numbers"):
         GenerativeReplay().begin_task(

@@ -45,7 +45,7 @@ class Comparison(BaseModel):
 
     methods: str = Field("all", description="Methods, separated by commas, or 'all'.")
     scenario: str = Field("all", description="Any of task, domain, class, separated by commas, or 'all'.")
-    seeds: int = Field(3, ge=1, description="How many seeds, counted from 0.")
+    seeds: int = Field(1, ge=1, description="How many seeds, counted from 0; several give a spread.")
     out: Path = Field(Path("runs/compare"), description="Folder of the results; what is there is not done again ...")
     force: bool = Field(False, description="... unless you force it.")
 

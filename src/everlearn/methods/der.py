@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from everlearn.method import NonNegative
-from everlearn.replay import Replay, Rows, loss_on
+from everlearn.replay import Replay, Rows, loss_on, wide
 from everlearn.stream import Batch
 
 
 def _stored_outputs(out: Tensor, rows: Rows) -> Tensor:
     """Mean squared difference from the outputs as they were stored; those of a head that has grown since are free."""
     z: Tensor = rows["logits"]
-    out = out[..., : z.shape[-1]]
-    known = z.isfinite()
-    return ((out - z.nan_to_num()) * known).square().sum() / known.sum()
+    out = wide(out[..., : z.shape[-1]])
+    known = z.isfinite() & out.isfinite()
+    apart = torch.where(known, out, 0.0) - torch.where(known, z, 0.0)
+    return apart.square().sum() / known.sum().clamp(min=1)
 
 
 @dataclass(eq=False)
@@ -38,7 +40,7 @@ class DER(Replay):
 
     def columns(self, batch: Batch, out: Tensor) -> Rows:
         """The outputs too."""
-        return {**super().columns(batch, out), "logits": out}
+        return {**super().columns(batch, out), "logits": wide(out)}
 
     def penalty(self, model: nn.Module, batch: Batch | None = None, out: Tensor | None = None) -> Tensor | float:
         """How far the outputs have moved from what they were."""
@@ -68,7 +70,7 @@ class DERpp(Replay):
 
     def columns(self, batch: Batch, out: Tensor) -> Rows:
         """The outputs too."""
-        return {**super().columns(batch, out), "logits": out}
+        return {**super().columns(batch, out), "logits": wide(out)}
 
     def penalty(self, model: nn.Module, batch: Batch | None = None, out: Tensor | None = None) -> Tensor | float:
         """Outputs of one draw, labels of another."""
@@ -78,5 +80,5 @@ class DERpp(Replay):
         if self.alpha and (drawn := self.draw(batch)) is not None:
             total = self.alpha * _stored_outputs(model(drawn[0].x), drawn[1])
         if self.beta and (drawn := self.draw(batch)) is not None:
-            total = total + self.beta * loss_on(model, drawn[0])
+            total = total + (self.beta * loss_on(model, drawn[0]) if drawn[0].weight else 0.0)
         return total

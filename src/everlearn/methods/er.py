@@ -16,7 +16,7 @@ class ER(Replay):
 
         L = (B · L_task + B′ · L_memory) / (B + B′)
 
-    B examples are new and B′ come from the memory; both losses are means. The remembered ones go through the model in a pass
+    B examples are new and B′ come from the memory; both losses are means (over tokens that count, where there are tokens). The remembered ones go through the model in a pass
     of their own, so that BatchNorm sees pure batches, first the new and then the old; in the papers' code both are one batch.
     Without BatchNorm it is the same.
 
@@ -25,15 +25,20 @@ class ER(Replay):
         size: B′; by default B.
     """
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._drawn: Batch | None = None
+
     def task_loss(self, batch: Batch, out: Tensor) -> Tensor:
         """The new examples' share."""
-        replayed = min(self.size or len(batch), len(self.memory))
+        drawn = self.draw(batch)
+        self._drawn = None if drawn is None else drawn[0]
         loss = batch.loss(out)
-        return loss if not replayed else loss * (len(batch) / (len(batch) + replayed))
+        return loss if self._drawn is None else loss * (batch.weight / (batch.weight + self._drawn.weight))
 
     def penalty(self, model: nn.Module, batch: Batch | None = None, out: Tensor | None = None) -> Tensor | float:
-        """The remembered examples' share."""
-        if batch is None or (drawn := self.draw(batch)) is None:
+        """The remembered examples' share, of those drawn for ``task_loss``."""
+        replayed, self._drawn = self._drawn, None
+        if batch is None or replayed is None or not replayed.weight:
             return 0.0
-        replayed = drawn[0]
-        return loss_on(model, replayed) * (len(replayed) / (len(batch) + len(replayed)))
+        return loss_on(model, replayed) * (replayed.weight / (batch.weight + replayed.weight))

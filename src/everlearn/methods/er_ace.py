@@ -31,7 +31,8 @@ class ERACE(Replay):
         if not isinstance(batch.likelihood, Categorical):
             raise TypeError(f"ER-ACE is about classes; {batch.likelihood} has none: use ER.")
         present = torch.zeros(1, out.shape[-1], dtype=torch.bool, device=out.device)
-        present[0, batch.labels().flatten()] = True
+        y = batch.labels().flatten()
+        present[0, y[y != -100]] = True
         one_task = torch.zeros(len(batch), dtype=torch.long, device=out.device)
         return replace(batch, allowed=present, t=one_task).loss(out)
 
@@ -39,4 +40,4 @@ class ERACE(Replay):
         """Cross-entropy over all allowed classes on remembered examples."""
         if batch is None or (drawn := self.draw(batch)) is None:
             return 0.0
-        return loss_on(model, drawn[0])
+        return loss_on(model, drawn[0]) if drawn[0].weight else 0.0

@@ -20,12 +20,13 @@ class GEM(Replay):
         g̃ = the nearest to g with g̃·gₖ ≥ 0 for every earlier task k:   g̃ = g + Mᵀv,
         v = argmin ½ vᵀ(M Mᵀ + ridge)v + (M g)ᵀv   subject to v ≥ margin
 
-    The rows of M are the gradients gₖ on all remembered examples of task k, at the same weights: a backward pass per earlier
+    The rows of M are the gradients gₖ on the remembered examples of task k, at the same weights: a backward pass per earlier
     task at every step. The gradient is left as it is where it violates nothing. As in the authors' code the margin (their γ) is
     a lower bound of v as soon as one task is violated, and the ridge makes the promise g̃·gₖ ≥ -ridge · vₖ.
 
     Args:
         capacity: how many examples are kept.
+        size: how many of each task make up its gradient; by default all.
         margin: γ; larger ones push more towards the old tasks.
         ridge: keeps the small quadratic programme well posed.
     """
@@ -50,7 +51,9 @@ class GEM(Replay):
         parameters = [p for p in model.parameters() if p.grad is not None]
         rows = []
         for k in self.memory["t"][self.earlier(self._now)].unique().tolist():
-            batch, _ = self.seen_now(self._now, self.memory.rows(self.memory["t"] == k))
+            own = self.memory["t"] == k
+            some = self.memory.rows(own) if self.size is None else self.memory.sample(self.size, own)
+            batch, _ = self.seen_now(self._now, some)
             rows.append(torch.cat([g.flatten() for g in gradient_on(model, parameters, batch)]))
         if not rows:
             return

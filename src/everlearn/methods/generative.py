@@ -62,6 +62,7 @@ class GenerativeReplay(Method):
         self.current = getattr(task, "id", None)
         if self._generator is None:
             self._generator = self._build(model, task)
+        self._generator.to(next(model.parameters()).device)
         if self.latest and (self.current is None or self.current != self.latest["ids"][-1]):
             self.teacher, self._past = self.latest, None
 
@@ -77,6 +78,10 @@ class GenerativeReplay(Method):
         """What is replayed, and the generator's own lesson."""
         if batch is None or self._generator is None:
             return 0.0
+        if self.pixels and (batch.x.min() < 0 or batch.x.max() > 1):
+            raise ValueError(
+                "The generator has begun with inputs in [0, 1], these are not: scale all tasks' inputs alike."
+            )
         lesson = self._generator.loss(batch.x, self._noise(len(batch), batch.x))
         if not self.teacher:
             return lesson
@@ -95,6 +100,12 @@ class GenerativeReplay(Method):
         self.weights = {n: v.detach().clone() for n, v in self._generator.state_dict().items()}
         self.latest = {**remember(model, task, self.learned), "generator": self.weights}
 
+    def state_dict(self) -> dict[str, Any]:
+        """With the generator as it is just now."""
+        if self._generator is not None:
+            self.weights = {n: v.detach().clone() for n, v in self._generator.state_dict().items()}
+        return super().state_dict()
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what another had learned, its generator included."""
         super().load_state_dict(state)
@@ -106,6 +117,10 @@ class GenerativeReplay(Method):
         if not isinstance(batch.likelihood, Categorical):
             raise TypeError(f"Generative replay is about classes; {batch.likelihood} has none: use ER.")
         target, out = answer(model, self.teacher, x), model(x)
+        if out.dim() != 2:
+            raise TypeError(
+                f"Generative replay needs one row of outputs per input, got outputs of shape {tuple(out.shape)}."
+            )
         now = (out, batch.allowed)
         asked = questions(self.teacher, self.current, target, now)
         total: Tensor = out.new_zeros(())
