@@ -45,8 +45,8 @@ class Replay(Method):
 
     def observe(self, batch: Batch, out: Tensor) -> None:
         """New examples enter the memory."""
-        for k in [] if batch.t is None else batch.t.unique().tolist():
-            self._transforms[k] = batch.transform
+        if batch.t is not None and (batch.transform is not None or self._transforms):
+            self._transforms |= dict.fromkeys(batch.t.unique().tolist(), batch.transform)
         if batch.epoch == 0:
             self.memory.add(**self.columns(batch, out))
 
@@ -74,10 +74,12 @@ class Replay(Method):
 
     def seen_now(self, batch: Batch, rows: Rows) -> tuple[Batch, Rows]:
         """Rows of the memory as a batch like this one."""
-        device, self.drawn = batch.labels().device, self.drawn + 1
-        with seeded(derive(self.memory.seed, "replay", self.drawn)):  # must not shift the model's random numbers
-            x = self._augmented(batch, rows)
-        x, rows = tree_map(lambda v: v.to(device) if isinstance(v, Tensor) else v, (x, rows))
+        device, self.drawn, x = batch.labels().device, self.drawn + 1, rows["x"]
+        if batch.transform is not None or self._transforms:
+            with seeded(derive(self.memory.seed, "replay", self.drawn)):  # must not shift the model's random numbers
+                x = self._augmented(batch, rows)
+        if device != rows["y"].device:
+            x, rows = tree_map(lambda v: v.to(device) if isinstance(v, Tensor) else v, (x, rows))
         return batch.like(x, rows["y"], None if batch.t is None else rows["t"]), rows
 
     def _augmented(self, batch: Batch, rows: Rows) -> Any:
