@@ -42,9 +42,11 @@ class Replay(Method):
         self.drawn = 0
         self.tasks = 0
         self._transforms: dict[int, Transform | None] = {}
+        self._now: Batch | None = None  # the current batch, for methods that replay after the backward pass
 
     def observe(self, batch: Batch, out: Tensor) -> None:
         """New examples enter the memory."""
+        self._now = batch
         if batch.t is not None and (batch.transform is not None or self._transforms):
             self._transforms |= dict.fromkeys(batch.t.unique().tolist(), batch.transform)
         if batch.epoch == 0:
@@ -52,7 +54,7 @@ class Replay(Method):
 
     def end_task(self, model: nn.Module, task: Any) -> None:
         """Tasks without a number are counted."""
-        self.tasks += 1
+        self.tasks, self._now = self.tasks + 1, None
 
     def columns(self, batch: Batch, out: Tensor) -> Rows:
         """What is kept of a batch."""

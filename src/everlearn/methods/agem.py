@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from everlearn.method import Range
 from everlearn.replay import Replay, gradient_on, wide
-from everlearn.stream import Batch
 
 
 @dataclass(eq=False)
@@ -31,15 +30,6 @@ class AGEM(Replay):
     size: Annotated[int, Range(1)] | None = 256
     policy: Literal["reservoir", "balanced", "ring"] = field(default="ring", kw_only=True)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._now: Batch | None = None
-
-    def observe(self, batch: Batch, out: Tensor) -> None:
-        """New examples enter the memory."""
-        super().observe(batch, out)
-        self._now = batch
-
     def before_step(self, model: nn.Module) -> None:
         """Take away from the gradient what would undo the old tasks."""
         if self._now is None or (drawn := self.draw(self._now, self.earlier(self._now))) is None:
@@ -53,9 +43,12 @@ class AGEM(Replay):
 
 def project(g: list[Tensor], reference: list[Tensor]) -> list[Tensor]:
     """The gradient nearest to g that does not point against the reference; g itself where it does not."""
-    product, length = (
-        sum(torch.dot(a.flatten(), b.flatten()) for a, b in zip(v, reference, strict=True)) for v in (g, reference)
-    )
+    product = _dot(g, reference)
     if product >= 0:
         return g
-    return [a - (product / length) * b for a, b in zip(g, reference, strict=True)]
+    share = product / _dot(reference, reference)
+    return [torch.addcmul(a, b, share, value=-1) for a, b in zip(g, reference, strict=True)]
+
+
+def _dot(a: list[Tensor], b: list[Tensor]) -> Tensor:
+    return torch.stack([torch.dot(x.flatten(), y.flatten()) for x, y in zip(a, b, strict=True)]).sum()

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from everlearn.method import NonNegative
 from everlearn.replay import Replay, gradient_on, wide
-from everlearn.stream import Batch
 
 
 @dataclass(eq=False)
@@ -34,15 +33,6 @@ class GEM(Replay):
     margin: NonNegative = 0.5
     ridge: NonNegative = 1e-3
     policy: Literal["reservoir", "balanced", "ring"] = field(default="ring", kw_only=True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._now: Batch | None = None
-
-    def observe(self, batch: Batch, out: Tensor) -> None:
-        """New examples enter the memory."""
-        super().observe(batch, out)
-        self._now = batch
 
     def before_step(self, model: nn.Module) -> None:
         """Turn the gradient so that it lowers, or leaves, every old task's loss."""
