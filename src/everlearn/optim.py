@@ -11,11 +11,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from everlearn.curvature.diagonal import Diagonal
 from everlearn.curvature.fisher import FisherEstimator, Labels, Structure
 from everlearn.curvature.full import Full
 from everlearn.curvature.kronecker import Damping, Kronecker
-from everlearn.curvature.quadratic import Form
+from everlearn.curvature.quadratic import FORMS, Form
 from everlearn.data import Arrays
 from everlearn.likelihood import Likelihood
 from everlearn.params import Params, named, unwrap
@@ -195,8 +194,7 @@ class NaturalGradient(Optimizer):
         if held is None:
             self.curvature = None
         else:
-            forms: dict[str, type[Form]] = {"diagonal": Diagonal, "kronecker": Kronecker, "full": Full}
-            self.curvature = forms[self.structure]()
+            self.curvature = FORMS[self.structure]()
             self.curvature.load_state_dict(held)
 
 

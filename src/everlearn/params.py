@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Real
 
+import torch
 from torch import Tensor, nn
 
 Params = dict[str, Tensor]
@@ -34,10 +35,10 @@ def named(model: nn.Module) -> Params:
     >>> list(named(nn.DataParallel(nn.Linear(2, 1))))
     ['weight', 'bias']
     """
-    return {name: p for name, p in every(model).items() if p.requires_grad}
+    return {name: p for name, p in named_with_frozen(model).items() if p.requires_grad}
 
 
-def every(model: nn.Module) -> Params:
+def named_with_frozen(model: nn.Module) -> Params:
     """All parameters by name, frozen ones too."""
     return {name.replace("_orig_mod.", ""): p for name, p in unwrap(model).named_parameters()}
 
@@ -54,7 +55,7 @@ def remembered(model: nn.Module, anchor: Params) -> Params:
     frozen is left out too. An anchor none of whose names the model has is a mistake and raises.
     """
     known = {name: _old_rows(p, anchor[name]) for name, p in named(model).items() if name in anchor}
-    if anchor and not known and not set(anchor) & set(every(model)):
+    if anchor and not known and not set(anchor) & set(named_with_frozen(model)):
         raise ValueError(
             f"None of the remembered parameters ({_some(anchor)}) is a trainable parameter of this "
             f"{type(unwrap(model)).__name__} ({_some(named(model))}): give the model the method was trained with."
@@ -85,8 +86,31 @@ def grown(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     if tuple(tensor.shape) == tuple(shape):
         return tensor
     whole = tensor.new_zeros(tuple(shape))
-    whole[tuple(slice(old) for old in tensor.shape)] = tensor
+    corner(whole, tensor.shape).copy_(tensor)
     return whole
+
+
+def corner(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """The part of a tensor that has this smaller shape: what a parameter was before it grew; not a copy.
+
+    >>> import torch
+    >>> corner(torch.arange(6).view(2, 3), (1, 2))
+    tensor([[0, 1]])
+    """
+    return tensor[tuple(slice(length) for length in shape)]
+
+
+def wide(tensor: Tensor) -> torch.dtype:
+    """What to sum in: at least float32, because a long sum in half precision stops growing."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def check_finite(parameters: Params) -> None:
+    """Nothing can be remembered at a place that is no number."""
+    if not all(v.isfinite().all() for v in parameters.values()):
+        raise FloatingPointError(
+            "The weights are no longer finite: lower the learning rate or the strength of the method, or clip gradients."
+        )
 
 
 def matching(names: Iterable[str], only: str | Mapping[str, float] | None) -> dict[str, float]:
@@ -123,7 +147,7 @@ def _old_rows(p: Tensor, anchor: Tensor) -> Tensor:
             f"A parameter of shape {tuple(p.shape)} was remembered with shape {tuple(anchor.shape)}: "
             "a layer may grow between tasks, not shrink or change its kind."
         )
-    return p[tuple(slice(old) for old in anchor.shape)]
+    return corner(p, anchor.shape)
 
 
 def _some(names: Params) -> str:

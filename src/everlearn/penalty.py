@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from everlearn.curvature.diagonal import Diagonal
 from everlearn.curvature.quadratic import FORMS, Form, Quadratic, total
 from everlearn.method import Method
-from everlearn.params import Params, every, matching, named
+from everlearn.params import Params, check_finite, matching, named, named_with_frozen
 from everlearn.stream import Batch
 
 
@@ -54,36 +54,32 @@ class QuadraticPenalty(Method):
 
     def _selected(self, model: nn.Module, importance: Form | Params) -> tuple[Form, Params]:
         """An importance and the parameters it holds, as ``only`` says."""
-        values = {n: torch.as_tensor(v) for n, v in importance.items()} if isinstance(importance, dict) else None
-        form = importance if not isinstance(importance, dict) else Diagonal(values or {})
+        if isinstance(importance, dict):
+            importance = Diagonal({n: torch.as_tensor(v) for n, v in importance.items()})
+        form: Form = importance
         if not isinstance(form, tuple(FORMS.values())):
             raise TypeError(
                 f"An importance is a Diagonal, Kronecker or Full form or a dict of tensors by parameter name, got a "
                 f"{type(importance).__name__}."
             )
-        parameters, weights = named(model), matching(every(model), self.only)
-        _check(form, every(model), parameters)
+        parameters, known = named(model), named_with_frozen(model)
+        weights = matching(known, self.only)
+        _check(form, known, parameters)
         if not form.names & set(weights) and weights.keys() & parameters.keys():  # or all that is to be held is frozen
             raise ValueError(f"This importance is of none of the parameters that only={self.only!r} asks to hold.")
         if self.half and not isinstance(form, Diagonal):
             raise ValueError(f"half is for importances per parameter, not for a {type(form).__name__} form.")
         here = {n: p.detach().clone() for n, p in parameters.items() if n in weights}
         check_finite(here)
-        if self.offload:
-            return form.weighted(weights).to("cpu"), {n: v.cpu() for n, v in here.items()}
-        return form.weighted(weights), here
+        return self._placed(form.weighted(weights)), self._placed(Diagonal(here)).diagonal()
+
+    def _placed(self, form: Form) -> Form:
+        """The form where it is to be kept."""
+        return form.to("cpu") if self.offload else form
 
     def _stored(self, form: Form) -> Form:
         """The form as it is to be kept."""
         return form.to(dtype=torch.bfloat16) if self.half else form
-
-
-def check_finite(here: Params) -> None:
-    """Nothing can be held at a place that is no number."""
-    if not all(v.isfinite().all() for v in here.values()):
-        raise FloatingPointError(
-            "The weights are no longer finite: lower the learning rate or the strength of the method, or clip gradients."
-        )
 
 
 def _check(form: Form, known: Params, parameters: Params) -> None:

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map
 
 from everlearn.memory import Memory
 from everlearn.method import Method, Range
+from everlearn.params import wide
 from everlearn.seeds import derive, seeded
 from everlearn.stream import Batch, Transform
 
@@ -112,9 +113,4 @@ def gradient_on(model: nn.Module, parameters: list[nn.Parameter], batch: Batch) 
         found = torch.autograd.grad(loss_on(model, batch), parameters, allow_unused=True)
     for buffer, value in statistics:
         buffer.copy_(value)
-    return [wide(torch.zeros_like(p) if g is None else g) for p, g in zip(parameters, found, strict=True)]
-
-
-def wide(tensor: Tensor) -> Tensor:
-    """At least in float32, because products over a whole model are long sums."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    return [(torch.zeros_like(p) if g is None else g).to(wide(p)) for p, g in zip(parameters, found, strict=True)]

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from everlearn.params import Params, evaluating, unwrap
-from everlearn.penalty import check_finite
+from everlearn.params import Params, check_finite, evaluating, unwrap
 
 Teacher = dict[str, Any]
 
@@ -71,3 +70,10 @@ def questions(
     places = [[row.nonzero().flatten().to(target.device) for row in pair] for pair in rows]
     ids = [teacher["ids"][old[which.tolist().index(group)]] for group in range(len(rows))]
     return [(a, b, int(n), k) for (a, b), n, k in zip(places, times, ids, strict=True)]
+
+
+def softened_kl(t: Tensor, z: Tensor, new: Tensor, temperature: float) -> Tensor:
+    """The sum over rows of KL( softmax(t/T) ‖ softmax(z/T) ), where the second softmax also runs over outputs the first has not."""
+    log_p = (t / temperature).log_softmax(-1)
+    log_q = (torch.cat([z, new], -1) / temperature).log_softmax(-1)[..., : z.shape[-1]]
+    return (log_p.exp() * (log_p - log_q)).sum()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from everlearn.curvature.diagonal import Diagonal, on
 from everlearn.curvature.full import Full
 from everlearn.curvature.kronecker import Kronecker
-from everlearn.params import Params, grown, remembered
+from everlearn.params import Params, corner, grown, remembered, wide
 
 Form = Diagonal | Kronecker | Full
 FORMS: dict[str, type[Form]] = {"diagonal": Diagonal, "kronecker": Kronecker, "full": Full}
@@ -80,7 +80,7 @@ class Quadratic:
         else:
             both = total(self.form, form)
             here = {**self.anchor, **at}  # what is frozen just now has not moved
-            height, pull = self.pull({n: here[n][tuple(slice(i) for i in a.shape)] for n, a in self.anchor.items()})
+            height, pull = self.pull({n: corner(here[n], a.shape) for n, a in self.anchor.items()})
             self.form, self.anchor, self.constant = both, here, float(height)
             self.slope = {n: -grown(p, here[n].shape) for n, p in pull.items()}
 
@@ -89,16 +89,12 @@ class Quadratic:
         for name, theta in at.items():
             if name not in form.values:
                 continue
-            dtype = torch.promote_types(
-                theta.dtype, torch.float32
-            )  # a mean of near places needs more digits than one place
-            theta, new, all_ = (v.to(theta.device, dtype) for v in (theta, form.values[name], both.values[name]))
+            place = theta.device, wide(theta)  # a mean of near places needs more digits than one of them
+            theta, new, all_ = (v.to(*place) for v in (theta, form.values[name], both.values[name]))
             share = torch.where(all_ > 0, new / all_, torch.ones_like(new))  # where nothing was held, hold it here
-            before = self.anchor.get(name)
-            old = theta.clone() if before is None else on(before, theta).to(dtype)
-            if old.shape != theta.shape:
-                old, kept = theta.clone(), old
-                old[tuple(slice(length) for length in kept.shape)] = kept
+            old = theta.clone()
+            if (before := self.anchor.get(name)) is not None:
+                corner(old, before.shape).copy_(before)
             apart = theta - old
             self.constant += float(((all_ - new) * share * apart.square()).sum()) / 2
             self.anchor[name] = torch.addcmul(old, share, apart)

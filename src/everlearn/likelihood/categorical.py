@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from everlearn.likelihood.base import Likelihood, random_signs
+from everlearn.params import wide
 
 
 @dataclass(frozen=True)
@@ -98,9 +99,9 @@ class Categorical(Likelihood):
 
     def sample(self, out: Tensor, generator: torch.Generator, allowed: Tensor | None = None) -> Tensor:
         """A class each: the first whose cumulated probability reaches a number drawn from (0, 1]."""
-        wide = torch.promote_types(out.dtype, torch.float32)
-        reached = self.logits(out, allowed).softmax(-1, dtype=wide).cumsum(-1)
-        drawn = 1 - torch.rand(*out.shape[:-1], 1, generator=generator, dtype=wide)
+        dtype = wide(out)
+        reached = self.logits(out, allowed).softmax(-1, dtype=dtype).cumsum(-1)
+        drawn = 1 - torch.rand(*out.shape[:-1], 1, generator=generator, dtype=dtype)
         return (reached < drawn.to(out.device) * reached[..., -1:]).sum(-1)
 
     def predicted(self, out: Tensor, allowed: Tensor | None = None) -> Tensor:

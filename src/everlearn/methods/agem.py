@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from everlearn.method import Range
-from everlearn.replay import Replay, gradient_on, wide
+from everlearn.params import wide
+from everlearn.replay import Replay, gradient_on
 
 
 @dataclass(eq=False)
@@ -36,7 +37,7 @@ class AGEM(Replay):
             return
         parameters = [p for p in model.parameters() if p.grad is not None]
         reference = gradient_on(model, parameters, drawn[0])
-        projected = project([wide(p.grad) for p in parameters if p.grad is not None], reference)
+        projected = project([p.grad.to(wide(p)) for p in parameters if p.grad is not None], reference)
         for p, g in zip(parameters, projected, strict=True):
             p.grad = g.to(p.dtype)
 

@@ -8,14 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from everlearn.method import NonNegative
-from everlearn.replay import Replay, Rows, loss_on, wide
+from everlearn.params import wide
+from everlearn.replay import Replay, Rows, loss_on
 from everlearn.stream import Batch
 
 
 def _stored_outputs(out: Tensor, rows: Rows) -> Tensor:
     """Mean squared difference from the outputs as they were stored; those of a head that has grown since are free."""
     z: Tensor = rows["logits"]
-    out = wide(out[..., : z.shape[-1]])
+    out = out[..., : z.shape[-1]].to(z.dtype)
     known = z.isfinite() & out.isfinite()
     apart = torch.where(known, out, 0.0) - torch.where(known, z, 0.0)
     return apart.square().sum() / known.sum().clamp(min=1)
@@ -40,7 +41,7 @@ class DER(Replay):
 
     def columns(self, batch: Batch, out: Tensor) -> Rows:
         """The outputs too."""
-        return {**super().columns(batch, out), "logits": wide(out)}
+        return {**super().columns(batch, out), "logits": out.to(wide(out))}
 
     def penalty(self, model: nn.Module, batch: Batch | None = None, out: Tensor | None = None) -> Tensor | float:
         """How far the outputs have moved from what they were."""
@@ -70,7 +71,7 @@ class DERpp(Replay):
 
     def columns(self, batch: Batch, out: Tensor) -> Rows:
         """The outputs too."""
-        return {**super().columns(batch, out), "logits": wide(out)}
+        return {**super().columns(batch, out), "logits": out.to(wide(out))}
 
     def penalty(self, model: nn.Module, batch: Batch | None = None, out: Tensor | None = None) -> Tensor | float:
         """Outputs of one draw, labels of another."""

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from everlearn.method import NonNegative
-from everlearn.replay import Replay, gradient_on, wide
+from everlearn.params import wide
+from everlearn.replay import Replay, gradient_on
 
 
 @dataclass(eq=False)
@@ -47,7 +48,7 @@ class GEM(Replay):
             rows.append(torch.cat([g.flatten() for g in gradient_on(model, parameters, batch)]))
         if not rows:
             return
-        g = torch.cat([wide(p.grad).flatten() for p in parameters if p.grad is not None])
+        g = torch.cat([p.grad.to(wide(p)).flatten() for p in parameters if p.grad is not None])
         turned = nearest(g, torch.stack(rows), self.margin, self.ridge)
         for p, part in zip(parameters, turned.split([p.numel() for p in parameters]), strict=True):
             p.grad = part.view_as(p).to(p.dtype)

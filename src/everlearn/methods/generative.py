@@ -14,7 +14,7 @@ from everlearn.method import Method, Range
 from everlearn.nets.vae import VAE
 from everlearn.seeds import derive, generator, seeded
 from everlearn.stream import Batch, as_task
-from everlearn.teacher import Teacher, answer, questions, remember, with_task
+from everlearn.teacher import Teacher, answer, questions, remember, softened_kl, with_task
 
 
 @dataclass(eq=False)
@@ -130,17 +130,11 @@ class GenerativeReplay(Method):
                 t = None if batch.t is None else torch.full((len(x),), k, device=x.device)
                 loss = batch.like(x, y, t).loss(out)
             else:
-                loss = self._soft(target[:, old], out[:, old], out[:, new])
+                apart = softened_kl(target[:, old], out[:, old], out[:, new], self.temperature)
+                loss = self.temperature * self.temperature * apart / len(x)
             total = total + times * loss
         count = max(1, sum(times for _, _, times, _ in asked))
         return total / count
-
-    def _soft(self, t: Tensor, z: Tensor, new: Tensor) -> Tensor:
-        """T² · mean of KL(teacher ‖ student), whose outputs that are new since have target 0."""
-        log_p = (t / self.temperature).log_softmax(-1)
-        log_q = (torch.cat([z, new], -1) / self.temperature).log_softmax(-1)[:, : z.shape[-1]]
-        apart: Tensor = (log_p.exp() * (log_p - log_q)).sum() / len(t)
-        return self.temperature * self.temperature * apart
 
     def _share(self) -> float:
         ids: list[int] = self.teacher["ids"]

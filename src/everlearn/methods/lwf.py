@@ -14,7 +14,7 @@ from everlearn.likelihood import Categorical, Likelihood
 from everlearn.method import Method, NonNegative, Range
 from everlearn.params import unwrap
 from everlearn.stream import Batch
-from everlearn.teacher import answer, check_known, questions, remember, with_task
+from everlearn.teacher import answer, check_known, questions, remember, softened_kl, with_task
 
 
 @dataclass(eq=False)
@@ -105,11 +105,9 @@ class LwF(Method):
 
     def _apart(self, likelihood: Likelihood, t: Tensor, z: Tensor, new: Tensor) -> Tensor:
         """The sum over examples of KL(teacher ‖ student); ``new`` are outputs that the teacher gives no probability."""
-        t, z, new = t / self.temperature, z / self.temperature, new / self.temperature
-        if not new.shape[-1] or not isinstance(likelihood, Categorical):
-            return output_kl(likelihood, t, z).sum()
-        log_p, log_q = t.log_softmax(-1), torch.cat([z, new], -1).log_softmax(-1)
-        return (log_p.exp() * (log_p - log_q[..., : z.shape[-1]])).sum()
+        if isinstance(likelihood, Categorical):
+            return softened_kl(t, z, new, self.temperature)
+        return output_kl(likelihood, t / self.temperature, z / self.temperature).sum()
 
     def before_step(self, model: nn.Module) -> None:
         """During the warm-up only new outputs have a gradient."""

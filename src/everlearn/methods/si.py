@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from everlearn.curvature.diagonal import Diagonal, grown_sum, on
 from everlearn.method import NonNegative, Range
-from everlearn.params import Params, every, grown, matching, named, remembered
-from everlearn.penalty import QuadraticPenalty, check_finite
+from everlearn.params import Params, check_finite, corner, grown, matching, named, named_with_frozen, remembered, wide
+from everlearn.penalty import QuadraticPenalty
 from everlearn.stream import Batch
 
 
@@ -100,9 +100,8 @@ class SI(QuadraticPenalty):
             raise ValueError(
                 "SI.after_step needs the before_step(model) of the same step, between backward() and step()."
             )
-        if all(
-            d.sum().isfinite() for d in g.values()
-        ):  # a scaler skips the step of a gradient that overflowed, so do we
+        taken = all(d.sum().isfinite() for d in g.values())  # a scaler skips the step of a gradient that overflowed
+        if taken:
             for name, p in named(model).items():
                 if name in theta:
                     self.path[name].addcmul_(g[name], p - theta[name], value=-1)
@@ -132,7 +131,7 @@ class SI(QuadraticPenalty):
 
     def _set_out(self, model: nn.Module) -> None:
         """Paths for parameters, and rows of parameters, that have none yet."""
-        wanted = matching(every(model), self.only)
+        wanted = matching(named_with_frozen(model), self.only)
         self._known = {n: p.shape for n, p in named(model).items()}
         for name, parameter in named(model).items():
             if name not in wanted:
@@ -142,18 +141,18 @@ class SI(QuadraticPenalty):
                 continue
             start, held = p.clone(), self.bowl.anchor.get(name)
             if held is not None:  # the rows it had stay held
-                start[tuple(slice(length) for length in held.shape)] = on(held, p)
+                corner(start, held.shape).copy_(held)
             if name in self.omega.values:
                 self.omega.values[name] = grown(self.omega.values[name], p.shape)
             self.bowl.anchor[name] = start.cpu() if self.offload else start
-            zero = torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
+            zero = torch.zeros_like(p, dtype=wide(p))
             self.path[name] = zero if path is None else grown(path, p.shape).clone()
 
     @torch.no_grad()
     def _arrive(self, model: nn.Module) -> None:
         """Ω, and a new path from here."""
         parameters = named(model)
-        weights = matching(every(model), self.only)
+        weights = matching(named_with_frozen(model), self.only)
         here = {n: p.detach().clone() for n, p in parameters.items() if n in self.path}
         check_finite(here)
         importance: Params = {}
@@ -163,9 +162,8 @@ class SI(QuadraticPenalty):
             before = self.omega.values.get(name)
             importance[name] = (new if before is None else grown_sum(on(before, new).to(new.dtype), new)).relu()
             self.path[name].zero_()
-        kept = {n: v.cpu() for n, v in here.items()} if self.offload else here
         form = Diagonal({**self.omega.values, **importance})  # what is frozen just now keeps its importance
-        self.bowl.move(self._stored(form.to("cpu") if self.offload else form), kept)
+        self.bowl.move(self._stored(self._placed(form)), self._placed(Diagonal(here)).diagonal())
         self._pull = None
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

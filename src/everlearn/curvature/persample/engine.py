@@ -23,8 +23,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from everlearn.curvature.persample.operations import Broadcast, Expansion, Layout, Operation
 from everlearn.curvature.persample.probe import close, find_layout, kronecker_pairs, refuse_mixing, unlike_the_first
-from everlearn.curvature.persample.statistics import Elementwise, Statistic, Use
+from everlearn.curvature.persample.statistics import Elementwise, Statistic
 from everlearn.curvature.persample.tap import Tap
+from everlearn.curvature.persample.tapped import Plan, Tapped
 from everlearn.data import Batches
 from everlearn.params import Params, evaluating, named, unwrap
 from everlearn.seeds import seeded
@@ -32,26 +33,6 @@ from everlearn.stream import Task
 
 log = logging.getLogger("everlearn")
 Cotangents = Callable[[Tensor], Iterable[Tensor]]
-
-
-class Plan(NamedTuple):
-    """What the probe found.
-
-    Args:
-        operations: every operation's kind, names, layout and rows per example, in order.
-        uses: how often each parameter is used.
-        general: the parameters that must go the general way.
-        pairs: the weights with Kronecker factors, and the bias (or None) that goes with each.
-        shapes: of one example's inputs.
-        held: bytes of the inputs and outputs of all operations, for one example.
-    """
-
-    operations: list[tuple[type[Operation], dict[str, str], Layout, int]]
-    uses: Counter[str]
-    general: set[str]
-    pairs: dict[str, str | None]
-    shapes: list[torch.Size]
-    held: int = 0
 
 
 class PerExample:
@@ -120,7 +101,7 @@ class PerExample:
         statistic.end_chunk()
         return plan.general
 
-    def _start(self, x: Any, statistic: Statistic, cut: bool = False) -> tuple[Plan, _Tapped | None]:
+    def _start(self, x: Any, statistic: Statistic, cut: bool = False) -> tuple[Plan, Tapped | None]:
         """A plan and the tapped forward pass it allows; a model that has changed its ways is probed again, once."""
         for _ in range(2):
             plan = self._plan(x)
@@ -205,12 +186,12 @@ class PerExample:
             or (name in met and name not in plan.uses)  # autograd met a use that no tap saw, perhaps asleep just now
         }
 
-    def _tapped(self, x: Any, statistic: Statistic, plan: Plan, cut: bool = False) -> _Tapped:
+    def _tapped(self, x: Any, statistic: Statistic, plan: Plan, cut: bool = False) -> Tapped:
         """A forward pass whose backward passes feed the statistic; ``cut`` takes every layer's input as given."""
         examples, expected, between = _length(x), iter(plan.operations), list[Tensor]()
         same_shape = [v.shape[1:] for v in tree_leaves(x)] == plan.shapes
         root = torch.zeros((), requires_grad=True)  # what backward passes run towards, through no parameter
-        tapped = _Tapped(root, [], statistic, plan, defaultdict(list))
+        tapped = Tapped(root, [], statistic, plan, defaultdict(list))
 
         def meet(operation: Operation, call: Any, args: Any, kwargs: Any) -> Any:
             kind, names, operation.layout, rows = next(expected, (None, {}, Layout(0), 1))
@@ -288,51 +269,6 @@ class _Record(NamedTuple):
     unknown: set[str]
     reorders: bool
     held: int
-
-
-class _Tapped(NamedTuple):
-    """A forward pass with its taps."""
-
-    root: Tensor
-    outputs: list[Tensor]
-    statistic: Statistic
-    plan: Plan
-    waiting: defaultdict[str, list[Use]]
-
-    def listen(self, y: Tensor, operation: Operation, examples: int) -> Tensor:
-        """Have the gradient of y handed to the statistic in every backward pass."""
-        y = y if y.requires_grad else _Enter.apply(y, self.root)  # type: ignore[no-untyped-call]
-        y.register_hook(lambda d: self._arrive(operation, d, examples))
-        return y
-
-    def _arrive(self, operation: Operation, d: Tensor, examples: int) -> None:
-        pieces = operation.pieces(d.detach(), examples)
-        for role, name in operation.names.items():
-            if name not in self.plan.general:
-                self.waiting[name].append(Use(operation, role, pieces))
-                if len(self.waiting[name]) == self.plan.uses[name]:
-                    self.statistic.arrive(name, self.waiting.pop(name))
-
-    def backward(self, columns: list[Tensor], last: bool) -> None:
-        """One backward pass from the outputs."""
-        torch.autograd.grad(self.outputs, self.root, columns, retain_graph=not last, allow_unused=True)
-        while self.waiting:  # parameters one of whose uses the outputs do not depend on
-            self.statistic.arrive(*self.waiting.popitem())
-        if last:  # the graph holds the hooks, the hooks hold this: without cutting the circle all would stay in memory
-            self.outputs.clear()
-
-
-class _Enter(torch.autograd.Function):
-    """Let a graph begin at y although nothing before it is differentiated."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, root: Tensor) -> Tensor:
-        ctx.mark_dirty(y)  # the same tensor, which a following in-place operation may change as before
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, d: Tensor) -> tuple[None, None]:
-        return None, None
 
 
 @contextmanager

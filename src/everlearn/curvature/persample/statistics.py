@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from everlearn.curvature.persample.operations import Operation, Pieces
-from everlearn.params import Params
+from everlearn.params import Params, wide
 
 
 class Use(NamedTuple):
@@ -202,11 +202,6 @@ class KroneckerFactors:
         """The next chunk has other inputs."""
         self._seen.clear()
         self.rest.end_chunk()
-
-
-def wide(tensor: Tensor) -> torch.dtype:
-    """What to sum in: at least float32, because a long sum in half precision stops growing."""
-    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def blocks(uses: list[Use], like: Tensor | None = None) -> Iterator[Tensor]:

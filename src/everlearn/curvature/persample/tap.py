@@ -17,17 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from everlearn.curvature.persample.operations import (
-    Broadcast,
-    Convolution,
-    Embedding,
-    Expansion,
-    Linear,
-    Norm,
-    Operation,
-    same_padding,
-    spread,
-)
+from everlearn.curvature.persample.convolution import Convolution, same_padding, spread
+from everlearn.curvature.persample.operations import Broadcast, Embedding, Expansion, Linear, Norm, Operation
 from everlearn.params import Params
 
 Call = Callable[..., Any]
