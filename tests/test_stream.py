@@ -75,3 +75,10 @@ def test_joint_has_every_example_of_every_task(scenario):
 def test_labels_take_the_likelihoods_dtype_once():
     assert Task((X, Y.to(torch.uint8))).train.y.dtype == torch.int64
     assert isinstance(Task((X, Y)).likelihood, Categorical)
+
+
+def test_batches_add_up():
+    first = Batch({"a": torch.zeros(2, 3)}, torch.tensor([0, 1]), torch.tensor([4, 4]), epoch=3)
+    both = first + Batch({"a": torch.ones(1, 3)}, torch.tensor([2]), torch.tensor([1]))
+    assert both.x["a"].tolist() == [[0.0] * 3] * 2 + [[1.0] * 3]
+    assert both.y.tolist() == [0, 1, 2] and both.t.tolist() == [4, 4, 1] and both.epoch == 3

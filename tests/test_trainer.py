@@ -273,7 +273,7 @@ def test_seeds_change_model_and_batches_but_methods_do_not(small_net, small_stre
         log = []
         for task in stream:
             task.transform = lambda x, log=log: log.append(x) or x
-        run(make, method, stream, epochs=2, seed=seed)
+        run(make, method, stream, epochs=2, batch_size=32, seed=seed)
         seen[name] = first[0], torch.cat(log)
     assert equal(seen["a"][0], seen["b"][0]) and torch.equal(seen["a"][1], seen["b"][1])
     assert not equal(seen["a"][0], seen["c"][0]) and not torch.equal(seen["a"][1], seen["c"][1])

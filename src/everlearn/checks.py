@@ -64,9 +64,9 @@ def check_task(task: Task) -> None:
                 )
 
 
-def check_first_batch(task: Task, batch: Batch, model: nn.Module) -> None:
+def check_first_batch(task: Task, batch: Batch, parameters: list[nn.Parameter]) -> None:
     """Refuse inputs of another dtype than the model's weights, once per task."""
-    weights = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    weights = {p.dtype for p in parameters if p.is_floating_point()}
     for x in tree_leaves(batch.x):
         if isinstance(x, Tensor) and x.is_floating_point() and weights and x.dtype not in weights:
             kind, own = _dtype(x), str(min(weights, key=str)).removeprefix("torch.")

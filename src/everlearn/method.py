@@ -1,4 +1,4 @@
-"""What a continual-learning method is: eight optional verbs, spoken at fixed places of a training loop."""
+"""What a continual-learning method is: nine optional verbs, spoken at fixed places of a training loop."""
 
 from __future__ import annotations
 
@@ -63,8 +63,12 @@ class Method:
     def begin_task(self, model: nn.Module, task: Any) -> None:
         """Grow, wrap or snapshot the model before the optimizer is made. [in order]"""
 
+    def join(self, batch: Batch) -> Batch:
+        """What goes through the model for the task loss: the batch, then whatever is replayed. [at most one may replace it]"""
+        return batch
+
     def task_loss(self, batch: Batch, out: Tensor) -> Tensor:
-        """The loss of the current batch. [at most one method may replace it]"""
+        """The loss of what ``join`` gave. [at most one method may replace it]"""
         return batch.loss(out)
 
     def penalty(self, model: nn.Module, batch: Batch | None = None, out: Tensor | None = None) -> Tensor | float:
@@ -91,13 +95,16 @@ class Method:
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Task loss plus penalty: the one call a training step needs."""
-        out = model(batch.x)
+        whole = self.join(batch)
+        out = model(whole.x)
         if not isinstance(out, Tensor):
             raise TypeError(
                 f"The model must give a tensor of outputs, it gave a {type(out).__name__}: wrap it in a module whose "
                 "forward(x) returns the outputs alone."
             )
-        loss, penalty = self.task_loss(batch, out), self.penalty(model, batch, out)
+        loss = self.task_loss(whole, out)
+        out = out if whole is batch else out[: len(batch)]
+        penalty = self.penalty(model, batch, out)
         self.observe(batch, out.detach())
         return loss if isinstance(penalty, float) and penalty == 0.0 else loss + penalty
 
@@ -148,7 +155,7 @@ class Chain(Method):
         self.methods: list[Method] = [
             m for method in methods for m in (method.methods if isinstance(method, Chain) else [method])
         ]
-        self._owner = {verb: self._only(verb) for verb in ("task_loss", "predict")}
+        self._owner = {verb: self._only(verb) for verb in ("join", "task_loss", "predict")}
 
     def _only(self, verb: str) -> Method:
         owners = [m for m in self.methods if getattr(type(m), verb) is not getattr(Method, verb)]
@@ -164,6 +171,10 @@ class Chain(Method):
         """Each in order."""
         for m in self.methods:
             m.begin_task(model, task)
+
+    def join(self, batch: Batch) -> Batch:
+        """That of the one method that replaces it."""
+        return self._owner["join"].join(batch)
 
     def task_loss(self, batch: Batch, out: Tensor) -> Tensor:
         """That of the one method that replaces it."""

@@ -90,6 +90,12 @@ class Batch:
         """Other examples, seen at this same moment of the stream."""
         return replace(self, x=x, y=y, t=t, raw=None)
 
+    def __add__(self, other: Batch) -> Batch:
+        """Both as one, this one's rows first; what may be said of them is said as of this one."""
+        x = tree_map(lambda *v: torch.cat(v), self.x, other.x)
+        y = None if self.y is None or other.y is None else torch.cat([self.y, other.y])
+        return self.like(x, y, None if self.t is None or other.t is None else torch.cat([self.t, other.t]))
+
     def to(self, device: torch.device | str) -> Batch:
         """The batch on another device."""
 
@@ -234,9 +240,10 @@ class Task:
     def _epoch(self, size: int, epoch: int, seed: int) -> Iterator[Batch]:
         place = (-1 if self.id is None else self.id, self.part, epoch)
         order = None
-        if not isinstance(self.train, Batches):
+        if not isinstance(self.train, Batches) and len(self.train) > size:  # within a batch the order is no matter
             order = torch.randperm(len(self.train), generator=generator(seed, "batches", *place))
-        augmentation = derive(seed, "augmentation", *place)
+        plain = self.transform is None and isinstance(self.train, Arrays)
+        augmentation = 0 if plain else derive(seed, "augmentation", *place)
         for i, rows in enumerate(self.train.batches(size, order, augmentation)):
             if self.transform is None:
                 yield self._batch(rows, None, epoch)

@@ -41,6 +41,25 @@ def test_current_examples_are_not_replayed_at_once():
     assert len(method.memory) == 8
 
 
+def test_balance_by_tasks_weights_the_memory_by_the_tasks_behind():
+    torch.manual_seed(0)
+    model, er = nn.Linear(3, 2), ER(30, 4, balance="tasks")
+    for t in range(3):
+        x, y = torch.randn(10, 3), torch.randint(2, (10,))
+        batch = Batch(x, y, torch.full((10,), t))
+        whole = er.join(batch)
+        out = model(whole.x)
+        if t:
+            assert len(whole) == 14 and set(whole[10:].t.tolist()) <= set(range(t))
+            truth = batch.loss(out[:10]) / (1 + t) + whole[10:].loss(out[10:]) * t / (1 + t)
+        else:
+            assert whole is batch
+            truth = batch.loss(out)
+        torch.testing.assert_close(er.task_loss(whole, out), truth)
+        er.observe(batch, out[:10])
+        er.end_task(model, None)
+
+
 def test_ace_pushes_only_classes_of_the_batch():
     model, method = nn.Linear(4, 5), ERACE(50)
     batch = Batch(torch.randn(8, 4), torch.tensor([0, 2] * 4))

@@ -49,6 +49,8 @@ class Columns:
         if self.spec is None or not self.filled:
             return {}
         parts = [None if tensor is None else part(tensor) for tensor in self.tensors]
+        if self.names == self.order:  # nearly always: every column a plain tensor
+            return dict(zip(self.order, parts, strict=True))
         return tree_unflatten(parts, self.spec)  # type: ignore[no-any-return]
 
     def at(self, index: Tensor) -> dict[str, Any]:

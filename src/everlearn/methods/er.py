@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from everlearn.replay import Replay, loss_on
+from everlearn.replay import Replay
 from everlearn.stream import Batch
 
 
@@ -14,31 +15,39 @@ from everlearn.stream import Batch
 class ER(Replay):
     """Experience replay (Chaudhry et al., 2019; Riemer et al., ICLR 2019): one loss over current and remembered examples.
 
-        L = (B · L_task + B′ · L_memory) / (B + B′)
+        L = (B · L_task + B′ · L_memory) / (B + B′)   balance="examples"
+        L = (1/t) L_task + (1 - 1/t) L_memory          balance="tasks", t the number of tasks, this one included
 
-    B examples are new and B′ come from the memory; both losses are means (over tokens that count, where there are tokens). The remembered ones go through the model in a pass
-    of their own, so that BatchNorm sees pure batches, first the new and then the old; in the papers' code both are one batch.
-    Without BatchNorm it is the same.
+    B examples are new and B′ come from the memory; both losses are means (over tokens that count, where there are tokens).
+    Both go through the model as one batch, the new ones first, as in the papers' code: BatchNorm sees them mixed.
 
     Args:
         capacity: how many examples are kept.
         size: B′; by default B.
+        balance: whether every example counts alike, or every task does, and then only examples of earlier tasks are replayed
+            (van de Ven et al., 2022).
     """
+
+    balance: Literal["examples", "tasks"] = field(default="examples", kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._drawn: Batch | None = None
+        self._share: tuple[int, float] | None = None  # B, and the memory's share of the loss
+
+    def join(self, batch: Batch) -> Batch:
+        """New and remembered examples."""
+        earlier = self.earlier(batch) if self.balance == "tasks" else None
+        drawn, self._share = self.draw(batch, earlier), None
+        if drawn is None:
+            return batch
+        if earlier is not None:
+            before = len(self.memory["t"][earlier].unique())
+            self._share = len(batch), before / (1 + before)
+        return batch + drawn[0]
 
     def task_loss(self, batch: Batch, out: Tensor) -> Tensor:
-        """The new examples' share."""
-        drawn = self.draw(batch)
-        self._drawn = None if drawn is None else drawn[0]
-        loss = batch.loss(out)
-        return loss if self._drawn is None else loss * (batch.weight / (batch.weight + self._drawn.weight))
-
-    def penalty(self, model: nn.Module, batch: Batch | None = None, out: Tensor | None = None) -> Tensor | float:
-        """The remembered examples' share, of those drawn for ``task_loss``."""
-        replayed, self._drawn = self._drawn, None
-        if batch is None or replayed is None or not replayed.weight:
-            return 0.0
-        return loss_on(model, replayed) * (replayed.weight / (batch.weight + replayed.weight))
+        """One loss over all."""
+        if self._share is None:
+            return batch.loss(out)
+        (n, share), self._share = self._share, None
+        return (1 - share) * batch[:n].loss(out[:n]) + share * batch[n:].loss(out[n:])

@@ -25,7 +25,8 @@ class SI(QuadraticPenalty):
 
     The path integral is over the gradient of the task loss alone. That is why the pull of the penalty is added to the
     gradients in ``before_step``: ``penalty`` tells its height and has no gradient. A loop of your own speaks ``before_step``
-    (after a gradient scaler's ``unscale_``) and ``after_step``. In a chain, penalties of other methods count as part of the task loss.
+    (after a gradient scaler's ``unscale_``) and ``after_step``. In a chain, penalties of other methods count as part of the
+    task loss.
 
     Args:
         strength: c; 0 is fine-tuning.
@@ -48,6 +49,7 @@ class SI(QuadraticPenalty):
         self._known: dict[str, torch.Size] = {}  # for which a path was begun, or is not wanted
         self._pull: tuple[list[tuple[int, int]], Params] | None = None  # of which parameters in which version
         self._before: tuple[Params, Params] = {}, {}  # θ and g
+        self._versions: list[tuple[int, int]] = []
         self._ready = False
 
     def begin_task(self, model: nn.Module, task: Any) -> None:
@@ -84,6 +86,7 @@ class SI(QuadraticPenalty):
             p.grad = pull if p.grad is None else p.grad + pull
         g |= {n: d.clone() for n, d in g.items() if n not in pulls}  # or clipping would change them in place
         self._before, self._ready = ({n: parameters[n].clone() for n in g}, g), True
+        self._versions = _versions(model)
 
     def _pulls(self, model: nn.Module) -> Params:
         """The gradient of the penalty, from the last call of ``penalty`` if nothing has moved since."""
@@ -100,11 +103,11 @@ class SI(QuadraticPenalty):
             raise ValueError(
                 "SI.after_step needs the before_step(model) of the same step, between backward() and step()."
             )
-        taken = all(d.sum().isfinite() for d in g.values())  # a scaler skips the step of a gradient that overflowed
-        if taken:
+        moved = self._versions != _versions(model)  # or it was not taken: a scaler skips a gradient that overflowed
+        if moved or all(d.sum().isfinite() for d in g.values()):
             for name, p in named(model).items():
                 if name in theta:
-                    self.path[name].addcmul_(g[name], p - theta[name], value=-1)
+                    self.path[name].addcmul_(g[name], theta[name].sub_(p))
         self._before, self._pull, self._ready = ({}, {}), None, False
         self.steps += 1
         if self.consolidate_every and self.steps % self.consolidate_every == 0:

@@ -51,7 +51,7 @@ def _score(
     for batch in task.examples(batch_size, split):
         here = Batch(batch.x, batch.y, batch.t, allowed, batch.likelihood).to(device)
         if not count:
-            check_first_batch(task, here, model)
+            check_first_batch(task, here, list(model.parameters()))
         try:
             out = method.predict(model, here.x, here.t if task.identity else None)
         except RuntimeError as error:

@@ -110,21 +110,21 @@ def learn_task(
 ) -> Trained:
     """``train`` with its settings as one thing."""
     check_task(task)
-    device, size, clock = device_of(model), training.batch_size, Clock()
+    size, clock, before = training.batch_size, Clock(), list(model.parameters())
     task.steps = task.planned_steps(size, training.epochs, training.iterations)
     model.train()
-    known = {id(p) for p in model.parameters()}
     with clock("consolidate"):
         method.begin_task(model, task)
     parameters = [p for p in [*model.parameters(), *method.parameters()] if p.requires_grad]
-    live = _ready(optimizer, parameters, known)
+    device = parameters[0].device if parameters else torch.device("cpu")
+    live = _ready(optimizer, parameters, before)
     schedule = _schedule(training.scheduler, live, task.steps)
     stepped = [p for group in live.param_groups for p in group["params"]]
-    cast, step, loss, hidden = training.cast(device), 0, math.nan, hide_bar(training.progress)
-    with clock("train"), tqdm(total=task.steps, desc=str(task), leave=False, disable=hidden) as bar:
+    cast, step, loss = training.cast(device), 0, math.nan
+    with clock("train"), _bar(task, training.progress) as bar:
         for step, batch in enumerate(task.batches(size, training.epochs, training.iterations, training.seed), 1):
             if step == 1:
-                check_first_batch(task, batch, model)
+                check_first_batch(task, batch, before)
             for p in parameters:  # also those the optimizer does not have, or their gradients would pile up
                 p.grad = None
             batch = batch if device.type == "cpu" else batch.to(device)
@@ -141,9 +141,10 @@ def learn_task(
             method.after_step(model)
             if schedule is not None:
                 schedule.step()
-            bar.update()
-            if not bar.disable and step % 20 == 0:
-                bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
+            if bar is not None:
+                bar.update()
+                if step % 20 == 0:
+                    bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
     with clock("consolidate"):
         method.end_task(model, task)
     return Trained(live, step, loss, dict(clock.seconds))
@@ -168,7 +169,9 @@ def _gradient(
     return total
 
 
-def _ready(optimizer: OptimizerFactory | Optimizer, learning: list[nn.Parameter], known: set[int]) -> Optimizer:
+def _ready(
+    optimizer: OptimizerFactory | Optimizer, learning: list[nn.Parameter], before: list[nn.Parameter]
+) -> Optimizer:
     """A new optimizer, or the live one with the parameters that did not exist before the task."""
     if not learning:
         raise ValueError("There is nothing to train: every parameter of the model is frozen.")
@@ -177,7 +180,8 @@ def _ready(optimizer: OptimizerFactory | Optimizer, learning: list[nn.Parameter]
         if isinstance(made, torch.optim.LBFGS):
             raise TypeError("LBFGS calls the model itself, many times a step: use it in your own loop.")
         return made
-    if new := [p for p in learning if id(p) not in known]:
+    old = {id(p) for p in before}
+    if new := [p for p in learning if id(p) not in old]:
         have = {id(p) for group in optimizer.param_groups for p in group["params"]}
         optimizer.add_param_group({"params": [p for p in new if id(p) not in have]})
     return optimizer
@@ -196,6 +200,13 @@ def _schedule(factory: SchedulerFactory | None, optimizer: Optimizer, steps: int
 def device_of(model: nn.Module) -> torch.device:
     """Where the model is."""
     return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def _bar(task: Task, progress: bool | None) -> AbstractContextManager[tqdm[Any] | None]:
+    """A progress bar over the task's steps; None where it would only cost time."""
+    if progress is False:
+        return nullcontext()
+    return tqdm(total=task.steps, desc=str(task), leave=False, disable=hide_bar(progress))
 
 
 def hide_bar(progress: bool | None) -> bool | None:
