@@ -6,7 +6,8 @@
 first weights, and must end with the same weights, bit for bit. Targets: at most 1.05 at batch 128, 1.10 at batch 10.
 
 ``methods``: a step with a method that has tasks behind it against a step of fine-tuning, both through our trainer, on
-784-400-400-10 at batch 128 with plain SGD. Targets: EWC (also with 20 anchors) and MAS at most 1.15, SI 1.25.
+784-400-400-10 at batch 128 with plain SGD. Targets: EWC (also with 20 anchors) and MAS at most 1.15, SI 1.25, PackNet and
+HAT 1.3. PNN, whose columns grow in number, has none.
 
 ``replay``: ER and A-GEM through our trainer against hand-written loops doing the same work: one loss over 128 new and 128
 remembered examples with a vectorised reservoir; two backward passes without any projection; and a stream of 10 examples a
@@ -23,7 +24,7 @@ import time
 import torch
 import torch.nn.functional as F
 
-from everlearn import AGEM, ER, EWC, L2, MAS, SI, LwF, Method, Task, nets, streams, train
+from everlearn import AGEM, ER, EWC, HAT, L2, MAS, PNN, SI, LwF, Method, PackNet, Task, nets, streams, train
 from everlearn.seeds import generator
 
 
@@ -86,6 +87,9 @@ METHODS = {  # with how many tasks behind them
     "SI": (SI(1e-4), 2),
     "L2": (L2(1e-6), 2),
     "LwF": (LwF(1e-3), 2),
+    "PackNet": (PackNet(), 2),
+    "HAT": (HAT(), 2),
+    "PNN, third column": (PNN(), 2),
 }
 
 
@@ -112,8 +116,8 @@ def compare_methods(rounds):
 
 def stepping(model, method, task):
     """25 steps in the middle of a task, as the trainer does them."""
-    optimizer, batches = sgd(model.parameters()), list(task.batches(128))
     method.begin_task(model, task)
+    optimizer, batches = sgd([*model.parameters(), *method.parameters()]), list(task.batches(128))
     start = time.perf_counter()
     for batch in batches:
         optimizer.zero_grad()

@@ -1,9 +1,11 @@
+import io
 import os
 from pathlib import Path
 
 import pytest
 import torch
 
+import everlearn
 from everlearn import nets, streams
 
 
@@ -47,3 +49,58 @@ def shared_data():
     if not (folder / "mnist").exists():
         pytest.skip("no real data here: set EVERLEARN_DATA to the folder that holds them")
     return folder
+
+
+SMALL_NETS = {
+    "mlp": lambda s: nets.mlp(s.inputs, s.outputs, hidden=(24, 16)),
+    "cnn": lambda s: nets.cnn(s.inputs, s.outputs, channels=(6, 8)),
+    "resnet": lambda s: nets.resnet(s.inputs, s.outputs, width=4, blocks=(1, 1)),
+    "transformer": lambda s: nets.transformer(s.inputs, s.outputs, width=16, depth=1, heads=2),
+}
+
+
+@pytest.fixture
+def isolated():
+    """Learn three tasks, and see that the answers for those learned stay, bit for bit, also through a file."""
+
+    def check(make_method, net, optimizer, stream):
+        torch.manual_seed(0)
+        model, method, said = SMALL_NETS[net](stream), make_method(), {}
+        x = torch.cat([next(task.examples(12, "test")).x for task in stream])
+        for task in stream:
+            everlearn.train(model, method, task, optimizer=optimizer, batch_size=32)
+            said[task.id] = method.predict(model, x, torch.full((len(x),), task.id))
+            for number, before in said.items():
+                assert torch.equal(method.predict(model, x, torch.full((len(x),), number)), before)
+        assert not torch.equal(said[0], said[2])
+        file = io.BytesIO()
+        torch.save([model.state_dict(), method.state_dict()], file)
+        file.seek(0)
+        weights, state = torch.load(file, weights_only=True)
+        other, again = SMALL_NETS[net](stream), make_method()
+        other.load_state_dict(weights)
+        again.load_state_dict(state)
+        for number, before in said.items():
+            assert torch.equal(again.predict(other, x, torch.full((len(x),), number)), before)
+
+    return check
+
+
+@pytest.fixture
+def exported():
+    """Every task's export answers as the method does, stands alone, and is understood by torch.export."""
+
+    def check(model, method, stream, tolerance=0.0):
+        x = next(stream[0].examples(9, "test")).x
+        for task in stream:
+            truth = method.predict(model, x, torch.full((len(x),), task.id))
+            alone = method.export(model, task.id)
+            torch.testing.assert_close(alone(x), truth, rtol=tolerance, atol=tolerance)
+            assert not any(m._forward_hooks or m._forward_pre_hooks for m in alone.modules())
+            with torch.no_grad():
+                torch.testing.assert_close(torch.export.export(alone, (x,)).module()(x), truth, rtol=1e-4, atol=1e-5)
+                for p in alone.parameters():
+                    p.zero_()
+            assert torch.equal(method.predict(model, x, torch.full((len(x),), task.id)), truth), "it shares nothing"
+
+    return check

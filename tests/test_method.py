@@ -4,6 +4,7 @@ from typing import Literal
 import pytest
 import torch
 
+import everlearn
 from everlearn import L2, Batch, Chain, Freeze, Method
 
 
@@ -135,3 +136,11 @@ def test_a_new_method_is_a_few_lines():
     train(a, Half(), data, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.2))
     train(b, Method(), data, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1))
     torch.testing.assert_close(a.weight, b.weight)
+
+
+def test_facts_of_a_chain_are_those_of_its_methods(small_net, small_stream):
+    method = Method() + everlearn.PackNet()
+    assert Method().facts() == {} == method.facts()
+    result = everlearn.run(small_net, method, small_stream(), batch_size=16)
+    used = [facts["capacity used"] for facts in result.cost["facts"]]
+    assert used == pytest.approx([0.5, 0.625, 0.71875], abs=1e-3)

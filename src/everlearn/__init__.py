@@ -1,6 +1,7 @@
 """Everlearn: let a PyTorch model go on learning without forgetting."""
 
 from everlearn import curvature, heads, metrics, nets, optim, results, streams
+from everlearn.isolation import Isolation
 from everlearn.likelihood import Bernoulli, Categorical, Gaussian, Likelihood
 from everlearn.memory import Memory
 from everlearn.method import Chain, Method
@@ -13,9 +14,12 @@ from everlearn.methods.ewc import EWC
 from everlearn.methods.freeze import Freeze
 from everlearn.methods.gem import GEM
 from everlearn.methods.generative import GenerativeReplay
+from everlearn.methods.hat import HAT
 from everlearn.methods.l2 import L2
 from everlearn.methods.lwf import LwF
 from everlearn.methods.mas import MAS
+from everlearn.methods.packnet import PackNet
+from everlearn.methods.pnn import PNN
 from everlearn.methods.si import SI
 from everlearn.penalty import QuadraticPenalty
 from everlearn.replay import Replay
@@ -30,9 +34,11 @@ __all__ = [
     "ERACE",
     "EWC",
     "GEM",
+    "HAT",
     "L2",
     "MAS",
     "METHODS",
+    "PNN",
     "SI",
     "Batch",
     "Bernoulli",
@@ -42,10 +48,12 @@ __all__ = [
     "Freeze",
     "Gaussian",
     "GenerativeReplay",
+    "Isolation",
     "Likelihood",
     "LwF",
     "Memory",
     "Method",
+    "PackNet",
     "QuadraticPenalty",
     "Replay",
     "Result",

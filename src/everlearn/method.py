@@ -112,6 +112,10 @@ class Method:
         """Trainable tensors of the method itself; most have none."""
         return ()
 
+    def facts(self) -> dict[str, float]:
+        """Numbers about itself that a result keeps after every task, such as the share of its capacity in use."""
+        return {}
+
     def state_dict(self) -> dict[str, Any]:
         """Everything learned, made of tensors, numbers and dicts: ``torch.load(weights_only=True)`` reads it back."""
         hyper = {f.name for f in fields(self)}
@@ -219,6 +223,10 @@ class Chain(Method):
     def parameters(self) -> Iterable[nn.Parameter]:
         """Those of all."""
         return [p for m in self.methods for p in m.parameters()]
+
+    def facts(self) -> dict[str, float]:
+        """Those of all; of two with one name the later."""
+        return {name: value for m in self.methods for name, value in m.facts().items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Each method's state under its place in the chain."""

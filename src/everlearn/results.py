@@ -31,7 +31,8 @@ class Result:
         accuracy: [i, j], on task j after learning task i; the future tasks too.
         config: stream, scenario, method, model, training and seed.
         initial: accuracy of the untrained model on each task.
-        cost: seconds by purpose, peak memory, and per learned task parameters and bytes of method state.
+        cost: seconds by purpose, peak memory, and per learned task parameters, bytes of method state, and what the method
+            tells of itself.
         made: versions, commit and time.
 
     >>> r = Result(np.array([[1.0, 0.5], [0.4, 0.8]]), {"method": "L2"})

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from everlearn import streams
-from everlearn.streams import mnist
+from everlearn.streams import cifar, mnist
 from everlearn.streams.files import find, read_idx
 
 
@@ -80,3 +80,34 @@ def test_the_real_mnist(shared_data):
     assert x.shape == (60_000, 1, 28, 28) and x_test.shape == (10_000, 1, 28, 28)
     assert y.bincount().tolist() == [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
     assert y_test.bincount().tolist() == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
+
+
+def test_cifar100_from_its_binary_version(tmp_path, monkeypatch):
+    monkeypatch.setattr(cifar, "COUNTS", {"train.bin": 200, "test.bin": 100})
+    folder = tmp_path / "cifar-100-binary"
+    folder.mkdir()
+    for file, count in cifar.COUNTS.items():
+        rows = np.random.default_rng(0).integers(0, 256, (count, cifar.RECORD), np.uint8)
+        rows[:, 1] = np.arange(count) % 100
+        rows[0, 2:] = np.arange(3072) % 256
+        rows.tofile(folder / file)
+    (x, y), (x_test, _) = streams.cifar100_data(tmp_path)
+    assert x.shape == (200, 3, 32, 32) and len(x_test) == 100 and y[:3].tolist() == [0, 1, 2]
+    assert x[0, 0, 0, :3].tolist() == pytest.approx([0, 1 / 255, 2 / 255]) and x[0, 1, 0, 0] == 0
+    stream = streams.STREAMS["split-cifar100"](root=tmp_path, tasks=10)
+    assert len(stream) == 10 and stream.outputs == 100 and stream.inputs == (3, 32, 32)
+    (folder / "test.bin").write_bytes(b"short")
+    cifar._read.cache_clear()
+    with pytest.raises(ValueError, match="is damaged: it has 5 bytes"):
+        streams.cifar100_data(tmp_path)
+
+
+def test_fashion_mnist_has_checksums_of_its_own(tiny_mnist):
+    (tiny_mnist / "mnist").rename(tiny_mnist / "fashion_mnist")
+    with pytest.raises(ValueError, match="is damaged"):
+        streams.split_fashion_mnist(root=tiny_mnist)
+
+
+def test_the_real_fashion_mnist(shared_data):
+    (x, y), (x_test, _) = streams.fashion_mnist_data(shared_data)
+    assert x.shape == (60_000, 1, 28, 28) and len(x_test) == 10_000 and (y.bincount() == 6000).all()

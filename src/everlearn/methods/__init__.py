@@ -9,9 +9,12 @@ from everlearn.methods.ewc import EWC
 from everlearn.methods.freeze import Freeze
 from everlearn.methods.gem import GEM
 from everlearn.methods.generative import GenerativeReplay
+from everlearn.methods.hat import HAT
 from everlearn.methods.l2 import L2
 from everlearn.methods.lwf import LwF
 from everlearn.methods.mas import MAS
+from everlearn.methods.packnet import PackNet
+from everlearn.methods.pnn import PNN
 from everlearn.methods.si import SI
 
 METHODS: dict[str, type[Method]] = {
@@ -29,4 +32,7 @@ METHODS: dict[str, type[Method]] = {
     "agem": AGEM,
     "gem": GEM,
     "generative": GenerativeReplay,
+    "packnet": PackNet,
+    "pnn": PNN,
+    "hat": HAT,
 }

@@ -100,7 +100,8 @@ def _metrics(group: Group) -> str:
     reached = [
         ["method", "seeds", "average", "forgetting", "learning", "incremental", "backward", "forward", "intransigence"]
     ]
-    spent = [["method", "train s", "consolidate s", "evaluate s", "peak MB", "parameters", "state KB"]]
+    told = list(dict.fromkeys(name for rs in group.values() for r in rs for name in _told(r)))
+    spent = [["method", "train s", "consolidate s", "evaluate s", "peak MB", "parameters", "state KB", *told]]
     for method, rs in group.items():
         name, against = _score(rs), [r.intransigence(j) for r in rs if (j := joint.get(_setting(r))) not in (None, r)]
         reached.append([
@@ -116,8 +117,15 @@ def _metrics(group: Group) -> str:
             _number([r.cost.get("peak_memory", 0) / 2**20 for r in rs], "{:.0f}"),
             _number([(r.cost.get("parameters") or [None])[-1] for r in rs], "{:,.0f}"),
             _number([(r.cost.get("state_bytes") or [0])[-1] / 1024 for r in rs], "{:,.0f}"),
+            *(_number([_told(r).get(name) for r in rs], "{:,.4g}") for name in told),
         ])  # fmt: skip
     return columns(reached) + "\n\n" + columns(spent)
+
+
+def _told(result: Result) -> dict[str, float]:
+    """What the method told of itself after the last task."""
+    facts: list[dict[str, float]] = result.cost.get("facts") or [{}]
+    return facts[-1]
 
 
 def _setting(result: Result) -> tuple[Any, str]:

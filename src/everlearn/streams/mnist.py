@@ -1,4 +1,7 @@
-"""MNIST: 70,000 handwritten digits of 28 × 28 pixels (LeCun, Cortes & Burges, 1998), read from the published files."""
+"""MNIST (LeCun, Cortes & Burges, 1998) and Fashion-MNIST (Xiao, Rasul & Vollgraf, 2017), read from the published files.
+
+Both are 70,000 grey images of 28 × 28 pixels in ten classes, in four files of one format.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +24,30 @@ FILES = {  # the published checksums
 }
 
 
+FASHION = {
+    "train-images-idx3-ubyte.gz": "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
+    "train-labels-idx1-ubyte.gz": "25c81989df183df01b3e8a0aad5dffbe",
+    "t10k-images-idx3-ubyte.gz": "bef4ecab320f06d8554ea6380940ec79",
+    "t10k-labels-idx1-ubyte.gz": "bb300cfdad3c16e7a12a480ee83cd310",
+}
+
+
 def load(root: str | Path | None = None) -> tuple[Pair, Pair]:
     """Training and test pairs (x, y): images of shape (1, 28, 28) in [0, 1].
 
     Args:
         root: the folder of the four gzipped files, or one that has a folder ``mnist``; by default EVERLEARN_DATA.
     """
-    (x, y), (x_test, y_test) = _read(tuple(find("mnist", FILES, root, "yann.lecun.com/exdb/mnist or its mirrors")))
+    return _copied(find("mnist", FILES, root, "yann.lecun.com/exdb/mnist or its mirrors"))
+
+
+def load_fashion(root: str | Path | None = None) -> tuple[Pair, Pair]:
+    """The same of Fashion-MNIST, whose folder is ``fashion_mnist``."""
+    return _copied(find("fashion_mnist", FASHION, root, "github.com/zalandoresearch/fashion-mnist"))
+
+
+def _copied(paths: list[Path]) -> tuple[Pair, Pair]:
+    (x, y), (x_test, y_test) = _read(tuple(paths))
     return (x.clone(), y.clone()), (x_test.clone(), y_test.clone())  # what the caller changes stays the caller's
 
 
@@ -47,6 +67,14 @@ def split_mnist(
 ) -> Stream:
     """Split MNIST: two digits per task."""
     return split(*load(root), tasks=tasks, scenario=scenario, seed=seed, valid=valid, name="split-mnist")
+
+
+def split_fashion_mnist(
+    scenario: Scenario = "class", tasks: int = 5, seed: int = 0, valid: float = 0.0, root: str | Path | None = None
+) -> Stream:
+    """Split Fashion-MNIST: two kinds of clothing per task."""
+    data = load_fashion(root)
+    return split(*data, tasks=tasks, scenario=scenario, seed=seed, valid=valid, name="split-fashion-mnist")
 
 
 def permuted_mnist(

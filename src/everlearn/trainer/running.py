@@ -127,6 +127,7 @@ def _learn(
     rows: list[list[float]] = []
     parameters: list[int] = []
     held: list[int] = []
+    facts: list[dict[str, float]] = []
     current: OptimizerFactory | Optimizer = optimizer
     for i, task in enumerate(tqdm(stream.tasks, desc=label(method), leave=False, disable=hide_bar(training.progress))):
         trained = learn_task(model, method, task, training, current)
@@ -138,11 +139,13 @@ def _learn(
                 rows.append(test(allowed=task.allowed))
             parameters.append(sum(p.numel() for p in model.parameters()))
             held.append(state_bytes(method.state_dict()))
+            facts.append(method.facts())
     cost = {
         "seconds": dict(clock.seconds),
         "peak_memory": max(0, peak_memory(device) - before),
         "parameters": parameters,
         "state_bytes": held,
+        "facts": facts,
     }
     return np.array(rows), initial, cost
 

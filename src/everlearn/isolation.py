@@ -1,0 +1,164 @@
+"""What PackNet, HAT and PNN share: a sub-network for every task, and the choice among them when the model is asked."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils._pytree import tree_map
+
+from everlearn.heads import output_layer
+from everlearn.method import Method
+from everlearn.params import Params, evaluating, named_with_frozen, unwrap
+
+
+@dataclass(eq=False)
+class Isolation(Method):
+    """A sub-network of its own for every task: what one task has learned, no later one touches.
+
+        f(x, k) stays what it was when task k ended, bit for bit
+
+    Which sub-network answers is decided by the task of each example.
+
+    Args:
+        unknown: where that is not known: "confident", the sub-network that is surest of its answer (its largest probability
+            over the outputs its task had), example by example, a heuristic that is often wrong; or "raise".
+    """
+
+    unknown: Literal["confident", "raise"] = field(default="confident", kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.tasks: list[int] = []  # their numbers, in the order learned; one without a number gets a negative one
+        self.rows: list[Tensor | None] = []  # the outputs each may be answered with
+        self.own: list[Params] = []  # parameters and statistics that each task has for itself
+        self.open: bool = False  # whether the last of them is still being learned
+
+    def enter(self, task: Any) -> bool:
+        """Note that a task, or another part of the last one, begins; False if it had begun, as after loading a checkpoint."""
+        number, allowed = getattr(task, "id", None), getattr(task, "allowed", None)
+        new = self.is_new(task)
+        if self.open and not new:
+            return False
+        if new:
+            if number in self.tasks:
+                raise ValueError(f"Task {number} was learned before, and its sub-network is closed: give it a new id.")
+            self.tasks.append(-1 - len(self.tasks) if number is None else number)
+            self.rows.append(None)
+        self.rows[-1] = None if allowed is None or number is None else allowed[number].clone()
+        self.open = True
+        return True
+
+    def is_new(self, task: Any) -> bool:
+        """Whether this is another task than the last one begun, and not a part of it."""
+        number = getattr(task, "id", None)
+        new = not self.tasks or (not self.open if number is None else self.tasks[-1] != number)
+        if new and self.open:
+            raise ValueError(f"Task {self.tasks[-1]} has not ended: call end_task(model, task) before the next begins.")
+        return new
+
+    def leave(self, own: Params) -> None:
+        """Note that the task has ended, and what it keeps for itself."""
+        if not self.tasks:
+            raise ValueError(f"{type(self).__name__}.end_task before any begin_task(model, task).")
+        self.own = [*self.own[: len(self.tasks) - 1], own]
+        self.open = False
+
+    def answer(self, model: nn.Module, x: Any, k: int) -> Tensor:
+        """What the sub-network of the k-th task says, counted from 0."""
+        raise NotImplementedError
+
+    def place(self, number: int) -> int:
+        """Where the task with this number stands in the order learned, counted from 0."""
+        done = self.tasks[: len(self.own)]
+        if number not in done:
+            raise ValueError(f"Task {number} has not been learned; there are: {', '.join(map(str, done)) or 'none'}.")
+        return done.index(number)
+
+    def predict(self, model: nn.Module, x: Any, task: Tensor | None = None) -> Tensor:
+        """Each example by the sub-network of its task; a task that is not learned yet by the model as it is."""
+        if not self.own:
+            return super().predict(model, x, task)
+        with evaluating(model):
+            if task is None:
+                return self._surest(model, x)
+            numbers = task.unique().tolist()
+            if len(numbers) == 1:
+                return self._by_number(model, x, numbers[0])
+            parts = [(task == n).nonzero().flatten() for n in numbers]
+            said = [
+                self._by_number(model, tree_map(lambda v, at=at: v[at], x), n)
+                for n, at in zip(numbers, parts, strict=True)
+            ]
+        back = torch.cat(parts).argsort()
+        return torch.cat(_equally_wide(said))[back]
+
+    def _by_number(self, model: nn.Module, x: Any, number: int) -> Tensor:
+        k = self.tasks.index(number) if number in self.tasks else len(self.own)
+        return self.answer(model, x, k) if k < len(self.own) else model(x)
+
+    def _surest(self, model: nn.Module, x: Any) -> Tensor:
+        """Of all sub-networks, example by example the one with the largest probability for some output."""
+        if self.unknown == "raise":
+            raise ValueError(
+                f"{type(self).__name__} must know the task of each example: predict(model, x, task), a task-incremental "
+                'stream, or unknown="confident" to let the surest sub-network answer.'
+            )
+        said = []
+        for k in range(len(self.own)):
+            out, row = self.answer(model, x, k), self.rows[k]
+            if row is not None:  # an output that its task did not have is no answer
+                row = torch.nn.functional.pad(row, (0, max(0, out.shape[-1] - len(row))))[: out.shape[-1]]
+                out = out.masked_fill(~row.to(out.device), -torch.inf)
+            said.append(out)
+        sure = torch.stack([out.softmax(-1).amax(-1) for out in said])
+        choice = sure.flatten(2).mean(-1).argmax(0) if sure.dim() > 2 else sure.argmax(0)
+        return torch.stack(_equally_wide(said))[choice, torch.arange(len(choice), device=choice.device)]
+
+
+def kept(model: nn.Module, output: str | None, rest: bool) -> Params:
+    """What a task has for itself: the output layer, and with ``rest`` also biases, norms, embeddings and statistics."""
+    name, layer = output_layer(model, output)
+    own = {f"{name}.{n}".lstrip(".") for n, _ in layer.named_parameters()}
+    inner = unwrap(model)
+    tables = {id(p) for m in inner.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) for p in m.parameters()}
+    small = {
+        n: p for n, p in named_with_frozen(model).items() if n in own or (rest and (p.dim() < 2 or id(p) in tables))
+    }
+    return {**small, **dict(inner.named_buffers())} if rest else small
+
+
+def call(model: nn.Module, state: Params, x: Any) -> Tensor:
+    """What the model says with other parameters and statistics; its own stay as they are."""
+    said: Tensor = functional_call(unwrap(model), state, (x,))
+    return said
+
+
+@torch.no_grad()
+def filled(model: nn.Module, state: Params) -> nn.Module:
+    """A copy of the model, of its own and in evaluation mode, with other parameters and statistics, whatever their shapes."""
+    alone = copy.deepcopy(unwrap(model)).eval()
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in alone.modules():
+        for leaf, v in [*module._parameters.items(), *module._buffers.items()]:
+            places.setdefault(id(v), []).append((module, leaf))
+    known = {**dict(alone.named_parameters()), **dict(alone.named_buffers())}
+    for name, value in state.items():
+        new = value.detach().clone()
+        if isinstance(known[name], nn.Parameter):
+            new = nn.Parameter(new)
+        for module, leaf in places[id(known[name])]:  # weights that are tied stay tied
+            setattr(module, leaf, new)
+            if isinstance(module, nn.Linear) and leaf == "weight":
+                module.out_features, module.in_features = new.shape
+    return alone
+
+
+def _equally_wide(said: list[Tensor]) -> list[Tensor]:
+    """Outputs of heads that have grown between tasks; what a narrower one does not have, it does not answer."""
+    width = max(out.shape[-1] for out in said)
+    return [torch.nn.functional.pad(out, (0, width - out.shape[-1]), value=-torch.inf) for out in said]

@@ -1,0 +1,305 @@
+"""HAT: every task learns which units it needs, and what it uses is locked for those after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from everlearn.isolation import Isolation, call, filled, kept
+from everlearn.locks import Locks
+from everlearn.method import NonNegative, Range
+from everlearn.params import Params, check_finite, named_with_frozen, unwrap
+from everlearn.seeds import generator
+from everlearn.stream import Batch, as_task
+from everlearn.tracing import Link, links, repeated
+
+
+@dataclass(eq=False)
+class HAT(Isolation):
+    """Hard attention to the task (Serrà et al., ICML 2018).
+
+        a = σ(s · e)                                     a gate per unit, e learned for each task
+        h ← h · a                                        where the next layer reads it
+        s = 1/s_max + (s_max - 1/s_max) (b-1)/(B-1)      over the B batches of an epoch
+        L = L_task + strength · Σᵢ aᵢ (1 - uᵢ) / Σᵢ (1 - uᵢ)
+        u = max over earlier tasks of their gates        a weight between two used units is locked
+
+    Gates are found by tracing: between two linear or convolution layers with nothing between them that mixes units. What lies
+    on no such link (residual streams, attention, stems) is always used, so it is locked after the first task. At the end of a
+    task gates become 0 or 1 (e > 0), which makes zero forgetting exact. The output layer is each task's own.
+
+    Args:
+        strength: c, the price of a unit that no earlier task uses.
+        smax: s_max, how steep gates become.
+        anneal: s rises within every "epoch", as in the paper, or once over the whole "task", which needs its planned steps.
+        soft: keep gates as they are instead of rounding them, as the paper's code does: earlier tasks then drift, the more the
+            smaller smax.
+        rest: biases, norms and embeddings: each task's "own", or "frozen" where they belong to units in use.
+        groups: which layer's units go where, instead of tracing; see ``everlearn.tracing.links``.
+        output: name of the output layer; by default the last ``nn.Linear``.
+    """
+
+    strength: NonNegative = 0.75
+    smax: Annotated[float, Range(1)] = 400.0
+    anneal: Literal["epoch", "task"] = "epoch"
+    soft: bool = False
+    rest: Literal["own", "frozen"] = "own"
+    groups: dict[str, Any] | None = None
+    output: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.embedding: Params = {}  # e of the last task, by the name of the layer whose units are gated
+        self.masks: list[Params] = []  # the gates of the tasks that have ended
+        self.batch = 0  # b, counted from 0
+        self.batches: int | None = None  # B
+        self._links: list[Link] = []
+        self._used: Params = {}
+        self._factors: Params = {}
+        self._locks = Locks()
+        self._undo: list[Callable[[], object]] = []
+        self._on: nn.Module | None = None  # the model that has our gates
+        self._answering: int | None = None
+        self._examples = 0  # of the first step
+        self._task: Any = None
+
+    def begin_task(self, model: nn.Module, task: Any) -> None:
+        """New gates; lock the weights between units in use."""
+        new = self.is_new(task)
+        self._attach(model)
+        if self.enter(task):
+            self.batch, self.batches, self._examples = 0, None, 0
+            if self.anneal == "task":
+                self.batches = getattr(task, "steps", None)
+                if self.batches is None:
+                    raise ValueError('HAT(anneal="task") needs the planned steps of the task: set task.steps.')
+        if new:
+            source, like = generator(0, "hat", len(self.tasks)), next(unwrap(model).parameters())
+            self.embedding = {
+                link.producer: nn.Parameter(torch.randn(link.width, generator=source).to(like)) for link in self._links
+            }
+        self._task = as_task(task)
+        self._lock(model)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The embeddings e of the current task."""
+        return [e for e in self.embedding.values() if isinstance(e, nn.Parameter)]
+
+    def penalty(self, model: nn.Module, batch: Batch | None = None, out: Tensor | None = None) -> Tensor | float:
+        """The price of units that are not in use yet."""
+        if not (self.open and self.strength and self.embedding):
+            return 0.0
+        free = {n: 1 - u for n, u in self._used.items()}
+        asked = [a if (f := free.get(n)) is None else a * f for n, a in self._gates().items()]
+        room = sum(float(f.sum()) for f in free.values()) if free else sum(a.numel() for a in asked)
+        return self.strength * torch.cat(asked).sum() / room if room else 0.0
+
+    def observe(self, batch: Batch, out: Tensor) -> None:
+        """Count the examples of the first step, which tell how many batches an epoch has."""
+        if self.batches is None:
+            self._examples += len(batch)
+
+    @torch.no_grad()
+    def before_step(self, model: nn.Module) -> None:
+        """Give gates the gradient they would have if they were not steep; none to what is locked."""
+        s = self._scale()
+        for e in self.parameters():
+            if e.grad is not None:
+                steep = ((s * e).clamp(-50, 50).cosh() + 1) / (e.cosh() + 1)
+                e.grad.mul_(self.smax / s * steep)
+        self._locks.mask_gradients(model)
+        if self._factors:
+            for name, p in named_with_frozen(model).items():
+                if name in self._factors and p.grad is not None:
+                    p.grad.mul_(self._factors[name])
+
+    @torch.no_grad()
+    def after_step(self, model: nn.Module) -> None:
+        """Embeddings stay in [-6, 6], what is locked where it was; the next batch's gates are steeper."""
+        for e in self.parameters():
+            e.clamp_(-6, 6)
+        self._locks.restore(model)
+        self.batch += 1
+        if self.batches is None:
+            self.batches = self._task.steps_per_epoch(self._examples or 1) or self._task.steps
+            if self.batches is None:
+                raise ValueError(
+                    "HAT must know how many batches an epoch has, and these data do not tell: set task.steps."
+                )
+        if self.batch >= self.batches and self.anneal == "epoch":
+            self.batch = 0
+
+    def end_task(self, model: nn.Module, task: Any) -> None:
+        """Round the gates, and keep what is the task's own."""
+        self._locks.check(model, "HAT")
+        check_finite({**dict(unwrap(model).named_parameters()), **self.embedding})
+        self.masks = [*self.masks[: len(self.tasks) - 1], {n: g.detach().clone() for n, g in self._final().items()}]
+        self.leave({n: v.detach().clone() for n, v in self._kept(model).items()})
+
+    def answer(self, model: nn.Module, x: Any, k: int) -> Tensor:
+        """With the gates of the k-th task and what is its own."""
+        self._attach(model)
+        with self._as_task(k):
+            return call(model, self.own[k], x)
+
+    def capacity(self) -> dict[str, float]:
+        """Of every gated layer, the share of units that some task uses."""
+        used = _union(self.masks)
+        return {name: float((u > 0.5).float().mean()) for name, u in used.items()}
+
+    def facts(self) -> dict[str, float]:
+        """The share of all gated units that some task uses."""
+        used = [u > 0.5 for u in _union(self.masks).values()]
+        return {"capacity used": float(torch.cat(used).float().mean())} if used else {}
+
+    def export(self, model: nn.Module, task: int) -> nn.Module:
+        """A plain module that answers as the task with this number, without the units that it does not use."""
+        k = self.place(task)
+        self._attach(model)
+        found, locked = self._links, self._on is not None and self.open
+        self.detach(model)
+        alone = filled(model, self.own[k])
+        for link in found:
+            _cut(alone, link, self.masks[k][link.producer])
+        self._attach(model)
+        if locked:
+            self._lock(model)
+        return alone
+
+    def detach(self, model: nn.Module) -> None:
+        """Take off the gates and unlock everything; the model is then what all tasks have made of it together."""
+        for undo in self._undo:
+            undo()
+        self._undo, self._on = [], None
+        self._locks.release()
+
+    def _attach(self, model: nn.Module) -> None:
+        """Put the gates on the model, each before the layer that reads its units."""
+        inner = unwrap(model)
+        if self._on is inner:
+            return
+        self.detach(model)
+        self._links = links(inner, self.groups)
+        if not self._links:
+            raise ValueError(
+                f"HAT finds no units to gate in {type(inner).__name__}: it needs two linear or convolution layers with nothing "
+                'between them that mixes units; name them, groups={"conv1": "conv2"}.'
+            )
+        for link in self._links:
+            hook = self._gate(link)
+            self._undo.append(inner.get_submodule(link.consumer).register_forward_pre_hook(hook).remove)
+        self._on = inner
+
+    def _gate(self, link: Link) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
+        def hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            gates = self._now(module.training)
+            if link.producer not in gates:
+                return args
+            x, a = args[0], repeated(gates[link.producer], link).to(args[0].dtype)
+            shape = [-1] if isinstance(module, nn.Linear) else [-1, *[1] * (x.dim() - 2)]
+            return x * a.view(shape), *args[1:]
+
+        return hook
+
+    def _now(self, training: bool) -> Params:
+        """The gates of the task that is asked for, or learned."""
+        if self._answering is not None:
+            return self.masks[self._answering]
+        return self._gates() if training and self.open else self._final()
+
+    def _gates(self) -> Params:
+        s = self._scale()
+        return {n: (s * e).sigmoid() for n, e in self.embedding.items()}
+
+    def _final(self) -> Params:
+        """The gates as they will be at the end of the task."""
+        return {n: (self.smax * e).sigmoid() if self.soft else (e > 0).to(e.dtype) for n, e in self.embedding.items()}
+
+    def _scale(self) -> float:
+        """The slope s."""
+        low, last = 1 / self.smax, (self.batches or 2) - 1
+        return low + (self.smax - low) * (min(self.batch / last, 1) if last else 1)
+
+    @contextmanager
+    def _as_task(self, k: int) -> Iterator[None]:
+        self._answering, before = k, self._answering
+        try:
+            yield
+        finally:
+            self._answering = before
+
+    def _kept(self, model: nn.Module) -> Params:
+        return kept(model, self.output, self.rest == "own")
+
+    def _lock(self, model: nn.Module) -> None:
+        """Lock every weight in so far as both its ends are in use; what has no gate is."""
+        self._locks.release()
+        self._factors, earlier = {}, self.masks[: len(self.tasks) - 1]
+        self._used = _union(earlier)
+        if not earlier:
+            return
+        inner, kept = unwrap(model), self._kept(model)
+        for name, p in named_with_frozen(model).items():
+            if name not in kept:
+                used = self._in_use(name, p)
+                self._locks.lock(model, name, used >= 1)
+                if self.soft:
+                    self._factors[name] = 1 - used
+        self._locks.hold_statistics(model, {n for n, _ in inner.named_buffers()} - set(kept))
+
+    def _in_use(self, name: str, p: Tensor) -> Tensor:
+        """How far each entry of a parameter serves earlier tasks: the lesser of its two ends."""
+        place, _, leaf = name.rpartition(".")
+        used = torch.ones_like(p, requires_grad=False)
+        for link in self._links:
+            u, tail = self._used[link.producer].to(p), (1,) * (p.dim() - 2)
+            if place == link.producer or place in link.norms:
+                used = torch.minimum(used, u.view(-1, *(1,) * (p.dim() - 1)))
+            if place == link.consumer and leaf == "weight":
+                used = torch.minimum(used, repeated(u, link).view(1, -1, *tail))
+        return used
+
+
+def _union(masks: list[Params]) -> Params:
+    """Of all masks the largest, unit by unit."""
+    return {n: torch.stack([m[n] for m in masks]).amax(0) for n in masks[0]} if masks else {}
+
+
+@torch.no_grad()
+def _cut(model: nn.Module, link: Link, gate: Tensor) -> None:
+    """Take the units with a closed gate out of the layers; what is left of the others' gates goes into the weights."""
+    keep = (gate > 0).nonzero().flatten()
+    if not len(keep):
+        keep = keep.new_zeros(1)  # a layer needs a unit: one whose gate is closed says nothing
+    producer, consumer = model.get_submodule(link.producer), model.get_submodule(link.consumer)
+    places = torch.arange(link.width * link.repeat, device=keep.device).view(link.width, link.repeat)[keep].flatten()
+    weight: Any = consumer.weight
+    open_ = repeated(gate, link)[places].to(weight)
+    _replace(consumer, "weight", weight[:, places] * open_.view(1, -1, *(1,) * (weight.dim() - 2)))
+    for module in (producer, *(model.get_submodule(n) for n in link.norms)):
+        for leaf, v in [*module._parameters.items(), *module._buffers.items()]:
+            if v is not None and v.dim() and len(v) == link.width:
+                _replace(module, leaf, v[keep])
+    _resize(producer, consumer, *(model.get_submodule(n) for n in link.norms))
+
+
+def _replace(module: nn.Module, leaf: str, value: Tensor) -> None:
+    setattr(module, leaf, nn.Parameter(value.clone()) if leaf in module._parameters else value.clone())
+
+
+def _resize(*modules: nn.Module) -> None:
+    """The lengths that layers show, as their weights have them."""
+    for module in modules:
+        weight: Any = module.weight
+        if isinstance(module, nn.Linear):
+            module.out_features, module.in_features = weight.shape
+        elif weight is not None and weight.dim() > 1:
+            module.out_channels, module.in_channels = weight.shape[:2]
+        elif isinstance(module, nn.modules.batchnorm._BatchNorm):
+            statistics = module.running_mean if weight is None else weight
+            module.num_features = module.num_features if statistics is None else len(statistics)

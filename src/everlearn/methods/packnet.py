@@ -1,0 +1,179 @@
+"""PackNet: many tasks in one network, each in the weights that those before it can do without."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from everlearn.isolation import Isolation, call, filled, kept
+from everlearn.locks import Locks
+from everlearn.method import Range
+from everlearn.params import Params, check_finite, named_with_frozen, unwrap
+
+Share = Annotated[float, Range(0, 0.999)]
+
+
+@dataclass(eq=False)
+class PackNet(Isolation):
+    """PackNet (Mallya & Lazebnik, CVPR 2018).
+
+        task k:     all weights that no task owns become its own; those of earlier tasks take part but are locked
+        pruning:    of each layer's weights owned by k the smallest share in magnitude is given up: zero, owned by nobody
+        retraining: what is left learns on, the given-up ones stay zero
+        f(x, k):    weights owned by tasks up to k, zero elsewhere
+
+    Any parameter with two dimensions or more is shared out like this (linear, convolution, attention, recurrent), embeddings
+    excepted. The output layer is each task's own. A loop of your own speaks ``before_step`` and ``after_step``; set
+    ``task.steps``, or call ``prune_now(model)`` when the last third begins, or else pruning waits for ``end_task`` and nothing
+    is retrained.
+
+    Args:
+        prune: share of its weights that a task gives up.
+        first: the same for the first task.
+        retrain: share of a task's steps that come after pruning.
+        rest: biases, norms and embeddings: "frozen" after the first task, as in the paper, or each task's "own".
+        output: name of the output layer; by default the last ``nn.Linear``.
+    """
+
+    prune: Share = 0.75
+    first: Share = 0.5
+    retrain: Annotated[float, Range(0, 1)] = 1 / 3
+    rest: Literal["frozen", "own"] = "frozen"
+    output: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.owner: Params = {}  # of every shared weight: 0 for nobody, k for the k-th task, counted from 1
+        self.pruned: bool = False
+        self.steps = 0
+        self._due: int | None = None
+        self._locks = Locks()
+        self._masked: tuple[int, list[tuple[int, int]], Params] | None = (
+            None  # whose weights, of which version of the model
+        )
+
+    def begin_task(self, model: nn.Module, task: Any) -> None:
+        """Hand all free weights to the task and lock those of the others."""
+        weights = self._weights(model)
+        for name, p in weights.items():
+            self.owner.setdefault(name, torch.zeros_like(p, dtype=torch.uint8, requires_grad=False))
+        if self.is_new(task):
+            self._check_room(task)
+        if self.enter(task):
+            self.steps, self.pruned = 0, False
+            for owner in self.owner.values():
+                owner[owner == 0] = len(self.tasks)
+        planned = getattr(task, "steps", None)
+        self._due = None if planned is None else max(1, round(planned * (1 - self.retrain)))
+        self._lock(model)
+
+    def before_step(self, model: nn.Module) -> None:
+        """No gradient for what is locked."""
+        self._locks.mask_gradients(model)
+
+    def after_step(self, model: nn.Module) -> None:
+        """What is locked goes back to where it was; when it is time, prune."""
+        self._locks.restore(model)
+        self.steps += 1
+        if self.steps == self._due:
+            self.prune_now(model)
+
+    def end_task(self, model: nn.Module, task: Any) -> None:
+        """Prune, if that is not done yet, and keep what is the task's own."""
+        self._locks.check(model, "PackNet")
+        check_finite(dict(unwrap(model).named_parameters()))
+        if not self.pruned:
+            self.prune_now(model)
+        self._masked = None
+        self.leave({n: v.detach().clone() for n, v in self._kept(model).items()})
+
+    @torch.no_grad()
+    def prune_now(self, model: nn.Module) -> None:
+        """Give up the smallest of the current task's weights, layer by layer; the rest learns on."""
+        k, share = len(self.tasks), self.first if len(self.tasks) == 1 else self.prune
+        for name, p in self._weights(model).items():
+            owner = self.owner[name]
+            size = p.abs()[owner == k]
+            if count := round(share * size.numel()):
+                given_up = (owner == k) & (p.abs() <= size.kthvalue(count).values)
+                p[given_up] = 0
+                owner[given_up] = 0
+        self.pruned = True
+        self._lock(model)
+
+    def answer(self, model: nn.Module, x: Any, k: int) -> Tensor:
+        """With the weights of tasks up to the k-th and what is its own."""
+        versions = [(id(p), p._version) for p in unwrap(model).parameters()]
+        if self._masked is None or self._masked[:2] != (k, versions):
+            self._masked = k, versions, self._up_to(model, k)
+        return call(model, self._masked[2], x)
+
+    def capacity(self) -> dict[str, float]:
+        """Of every layer, the share of weights that some task owns."""
+        return {name: float((owner > 0).float().mean()) for name, owner in self.owner.items()}
+
+    def facts(self) -> dict[str, float]:
+        """The share of all weights that some task owns."""
+        owned = [(int((owner > 0).sum()), owner.numel()) for owner in self.owner.values()]
+        return {"capacity used": sum(a for a, _ in owned) / sum(n for _, n in owned)} if owned else {}
+
+    def export(self, model: nn.Module, task: int) -> nn.Module:
+        """A plain module that answers as the task with this number, with zeros where weights are not its own."""
+        k = self.place(task)
+        self._locks.release()
+        alone = filled(model, self._up_to(model, k))
+        if self.open:
+            self._lock(model)
+        return alone
+
+    def detach(self, model: nn.Module) -> None:
+        """Unlock everything; the model stays as the last task uses it."""
+        self._locks.release()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what another had learned; the next ``begin_task`` locks it."""
+        super().load_state_dict(state)
+        self._masked = None
+
+    def _weights(self, model: nn.Module) -> Params:
+        """The parameters that tasks share out among themselves."""
+        own = kept(model, self.output, rest=True)
+        every = {n: p for n, p in named_with_frozen(model).items() if n not in own}
+        if not every:
+            raise ValueError("PackNet finds no weights to share out besides the output layer: use a deeper model.")
+        return every
+
+    def _kept(self, model: nn.Module) -> Params:
+        return kept(model, self.output, self.rest == "own")
+
+    def _up_to(self, model: nn.Module, k: int) -> Params:
+        """What the k-th task, counted from 0, sees."""
+        masked = {
+            n: torch.where((self.owner[n] > 0) & (self.owner[n] <= k + 1), p, 0)
+            for n, p in self._weights(model).items()
+        }
+        return {n: v.detach() for n, v in {**masked, **self.own[k]}.items()}
+
+    def _lock(self, model: nn.Module) -> None:
+        self._locks.release()
+        k, weights, kept = len(self.tasks), self._weights(model), self._kept(model)
+        for name in weights:
+            self._locks.lock(model, name, self.owner[name] != k)
+        if k > 1:
+            for name, p in named_with_frozen(model).items():
+                if name not in weights and name not in kept:
+                    self._locks.lock(model, name, torch.ones_like(p, dtype=torch.bool))
+            self._locks.hold_statistics(model, {n for n, _ in unwrap(model).named_buffers()} - set(kept))
+
+    def _check_room(self, task: Any) -> None:
+        before = len(self.tasks)
+        if before == 255:
+            raise ValueError("PackNet numbers the owners of weights up to 255; this is one task more.")
+        if not any((owner == 0).any() for owner in self.owner.values()):
+            raise ValueError(
+                f"PackNet has no free weights left for {task}: all are owned by the {before} tasks before it. Use a wider "
+                f"network, or give up a larger share (prune={self.prune:g}, first={self.first:g})."
+            )

@@ -1,0 +1,183 @@
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+import everlearn
+from everlearn import PackNet, nets
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+    "adam": lambda p: torch.optim.Adam(p, lr=1e-2),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1),
+}
+
+
+def learned(tasks=2, scenario="task", small_stream=None, **options):
+    torch.manual_seed(0)
+    stream = small_stream(scenario)
+    model, method = nets.mlp(stream.inputs, stream.outputs, hidden=(32, 16)), PackNet(**options)
+    for task in stream.tasks[:tasks]:
+        everlearn.train(model, method, task, epochs=3, batch_size=32)
+    return model, method, stream
+
+
+def test_owners_are_a_partition_with_the_shares_asked_for(small_stream):
+    _, method, _ = learned(2, small_stream=small_stream)
+    for owner in method.owner.values():
+        n = owner.numel()
+        counts = [int((owner == k).sum()) for k in range(3)]
+        assert sum(counts) == n
+        assert counts == [n * 3 // 8, n // 2, n // 8]  # n is divisible by 8 in this net
+    assert all(share == pytest.approx(0.625) for share in method.capacity().values())
+
+
+def test_pruned_are_the_smallest_and_stay_zero(small_stream):
+    torch.manual_seed(0)
+    task = small_stream()[0]
+    model, method = nets.mlp(task.train.x.shape[1:], 6, hidden=(32,)), PackNet(first=0.3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    method.begin_task(model, task)
+    for i, batch in enumerate(task.batches(16, epochs=2)):
+        optimizer.zero_grad()
+        method.loss(model, batch).backward()
+        method.before_step(model)
+        optimizer.step()
+        method.after_step(model)
+        if i == 3:
+            weight = model[1].weight
+            before = weight.detach().clone()
+            method.prune_now(model)
+            gone = weight == 0
+            assert int(gone.sum()) == round(0.3 * weight.numel())
+            assert before[~gone].abs().min() >= before[gone].abs().max()
+        if i >= 3:
+            assert (weight[gone] == 0).all() and (method.owner["1.weight"][gone] == 0).all()
+    method.end_task(model, task)
+    assert torch.equal(weight == 0, gone)
+
+
+@pytest.mark.parametrize("ties", [1.0, -1.0])
+def test_ties_go_too(ties):
+    model, method = nn.Sequential(nn.Linear(4, 2, bias=False), nn.Linear(2, 2)), PackNet(first=0.5)
+    method.begin_task(model, everlearn.Task((torch.zeros(4, 4), torch.zeros(4, dtype=torch.long))))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.tensor([[3.0, 1, 1, 1], [4.0, ties, ties, 2.0]]))
+    method.prune_now(model)
+    assert model[0].weight.tolist() == [[3.0, 0, 0, 0], [4.0, 0, 0, 2.0]]
+
+
+@pytest.mark.parametrize("rest", ["frozen", "own"])
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+@pytest.mark.parametrize("net", ["mlp", "cnn", "resnet", "transformer"])
+def test_earlier_tasks_never_change(net, optimizer, rest, small_stream, isolated):
+    isolated(lambda: PackNet(rest=rest), net, OPTIMIZERS[optimizer], small_stream("task"))
+
+
+@pytest.mark.parametrize("scenario", ["domain", "class"])
+def test_nor_where_outputs_are_shared(scenario, small_stream, isolated):
+    isolated(PackNet, "cnn", OPTIMIZERS["adamw"], small_stream(scenario))
+
+
+def test_biases_and_norms_stay_after_the_first_task(small_stream):
+    torch.manual_seed(0)
+    stream = small_stream()
+    model, method = nets.cnn(stream.inputs, stream.outputs, channels=(4, 8)), PackNet()
+    everlearn.train(model, method, stream[0], batch_size=16)
+    shared = set(method.owner)
+    before = {n: v.clone() for n, v in model.state_dict().items() if n not in shared and not n.startswith("4.")}
+    assert any("running_mean" in n for n in before)
+    decay = lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1)
+    everlearn.train(model, method, stream[1], batch_size=16, optimizer=decay)
+    assert all(torch.equal(v, model.state_dict()[n]) for n, v in before.items())
+    method.detach(model)
+    everlearn.train(model, everlearn.Method(), stream[1], batch_size=16)
+    assert not any(torch.equal(v, model.state_dict()[n]) for n, v in before.items() if "running" in n)
+
+
+def test_a_full_network_is_refused_before_training(small_stream):
+    model, method, stream = learned(1, small_stream=small_stream, first=0.0)
+    state = copy.deepcopy(method.state_dict())
+    with pytest.raises(ValueError, match=r"no free weights left for .*wider"):
+        method.begin_task(model, stream[1])
+    assert repr(state) == repr(method.state_dict())
+
+
+def test_a_loop_that_forgets_to_lock_is_told(small_stream):
+    model, method, stream = learned(1, small_stream=small_stream)
+    method.begin_task(model, stream[1])
+    batch = next(stream[1].batches(32))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    method.loss(model, batch).backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match=r"before_step\(model\)"):
+        method.end_task(model, stream[1])
+
+
+def test_gradients_of_locked_weights_do_not_count_when_clipping(small_stream):
+    model, method, stream = learned(1, small_stream=small_stream)
+    method.begin_task(model, stream[1])
+    method.loss(model, next(stream[1].batches(32))).backward()
+    method.before_step(model)
+    weight = model[1].weight
+    assert (weight.grad[method.owner["1.weight"] == 1] == 0).all() and weight.grad.any()
+    assert model[1].bias.grad is None
+
+
+def test_without_planned_steps_the_end_prunes(small_stream):
+    torch.manual_seed(0)
+    task = small_stream()[0]
+    model, method = nets.mlp(64, 6, hidden=(16,)), PackNet()
+    method.begin_task(model, everlearn.Task((task.train.x, task.train.y)))
+    method.end_task(model, task)
+    assert float((model[1].weight == 0).float().mean()) == 0.5
+
+
+def test_a_task_in_parts_prunes_its_own_weights_only(small_stream):
+    torch.manual_seed(0)
+    stream = everlearn.streams.online(small_stream(), chunk=40)
+    model, method = nets.mlp(64, 6, hidden=(32,)), PackNet()
+    result = everlearn.run(lambda: model, method, stream, batch_size=10)
+    assert result.forgetting == 0.0
+
+
+def test_mixed_and_unknown_tasks(small_stream):
+    model, method, stream = learned(3, small_stream=small_stream)
+    x = torch.cat([next(t.examples(5, "test")).x for t in stream])
+    t = torch.tensor([2] * 5 + [0] * 5 + [1] * 5)
+    mixed = method.predict(model, x, t)
+    for k in range(3):
+        torch.testing.assert_close(mixed[t == k], method.answer(model, x[t == k], k), rtol=1e-4, atol=1e-6)
+    guessed = method.predict(model, x)
+    said = torch.stack([method.answer(model, x, k) for k in range(3)])
+    own = torch.stack(method.rows)
+    sure = said.masked_fill(~own[:, None], -torch.inf).softmax(-1).amax(-1).argmax(0)
+    for i, k in enumerate(sure.tolist()):
+        assert torch.equal(guessed[i][own[k]], said[k, i][own[k]]) and guessed[i][~own[k]].isneginf().all()
+    with pytest.raises(ValueError, match="must know the task"):
+        strict = PackNet(unknown="raise")
+        strict.load_state_dict(method.state_dict())
+        strict.predict(model, x)
+
+
+def test_export_is_a_plain_module_with_the_same_answers(small_stream, exported):
+    model, method, stream = learned(3, small_stream=small_stream)
+    exported(model, method, stream)
+
+
+def test_state_survives_saving(small_stream):
+    model, method, stream = learned(2, small_stream=small_stream)
+    x = next(stream[0].examples(20, "test")).x
+    before = [method.answer(model, x, k) for k in range(2)]
+    file = io.BytesIO()
+    torch.save([model.state_dict(), method.state_dict()], file)
+    file.seek(0)
+    weights, state = torch.load(file, weights_only=True)
+    other, again = nets.mlp(stream.inputs, stream.outputs, hidden=(32, 16)), PackNet()
+    other.load_state_dict(weights)
+    again.load_state_dict(state)
+    other.eval()
+    assert all(torch.equal(again.answer(other, x, k), before[k]) for k in range(2))
