@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from functools import reduce
 from operator import add
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
@@ -91,9 +91,13 @@ def parse_settings(given: Iterable[str]) -> dict[str, dict[str, str]]:
 
 
 def field_value(method: str, field: str, value: Any, hint: Any) -> Any:
-    """A typed text as the value of a field, or an error that names the field, the text and what is allowed."""
+    """A typed text as the value of a field, or an error that names the field, the text and what is allowed.
+
+    >>> make_method("pnn", {"pnn": {"laterals": "none", "factory": "none"}})
+    PNN(unknown='confident', laterals='none', factory=None)
+    """
     try:
-        if isinstance(value, str) and value.lower() in ("none", "null"):
+        if isinstance(value, str) and value.lower() in ("none", "null") and value not in get_args(hint):
             return TypeAdapter(hint).validate_python(None)
         if isinstance(value, str) and value.startswith(("[", "(", "{")):  # a value per task, or patterns with weights
             opened = yaml.safe_load(value.replace("(", "[").replace(")", "]"))
