@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from everlearn import nets
-from everlearn.tracing import Link, links
+from everlearn.tracing import Link, links, separate
 
 
 class Net(nn.Module):
@@ -106,3 +106,99 @@ def test_a_model_that_cannot_be_traced_is_told_to_name_groups():
 def test_wrapped_models_have_the_same_links():
     net = Net()
     assert links(nn.DataParallel(net)) == links(net)
+
+
+class Between(nn.Module):
+    """Two layers, and something between them that tracing may take for harmless."""
+
+    def __init__(self, a, b, between):
+        super().__init__()
+        self.a, self.b, self.between = a, b, between
+
+    def forward(self, x):
+        return self.b(self.between(self.a(x))).flatten(1)
+
+
+class Mixed(nn.TransformerEncoderLayer):
+    def _ff_block(self, x):
+        return self.linear2(torch.softmax(self.linear1(x), -1))
+
+
+class ByMode(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        h = self.a(x)
+        return self.b(h if self.training else h.softmax(-1))
+
+
+def with_hook():
+    net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
+    net[0].register_forward_hook(lambda module, args, out: out.softmax(-1))
+    return net
+
+
+@pytest.mark.parametrize(
+    ("net", "x"),
+    [
+        (Between(nn.Conv1d(2, 4, 1), nn.Conv1d(4, 2, 1), nn.MaxPool2d((3, 1), 1, (1, 0))), torch.randn(4, 2, 5)),
+        (Between(nn.Linear(4, 6), nn.Linear(6, 2), nn.BatchNorm1d(6)), torch.randn(4, 6, 4)),
+        (Mixed(4, 2, 6, batch_first=True), torch.randn(4, 5, 4)),
+        (ByMode(), torch.randn(4, 4)),
+        (with_hook(), torch.randn(4, 4)),
+    ],
+    ids=["pooled", "norm of places", "subclass", "mode", "hook"],
+)
+def test_what_tracing_cannot_see_a_trial_does(net, x):
+    state, modes = {n: v.clone() for n, v in net.state_dict().items()}, [m.training for m in net.modules()]
+    found = [Link("linear1", "linear2", (), 6)] if isinstance(net, Mixed) else links(net)
+    assert found and not all(separate(net, link, x) for link in found)
+    assert all(torch.equal(v, net.state_dict()[n]) for n, v in state.items())
+    assert modes == [m.training for m in net.modules()]
+
+
+def test_a_trial_passes_what_is_right():
+    for net, x in (
+        (Net(), torch.randn(4, 1, 10, 10)),
+        (nets.resnet((1, 8, 8), 2, width=4, blocks=(1, 1)), torch.randn(4, 1, 8, 8)),
+        (nets.transformer((1, 8, 8), 2, width=16, depth=1, heads=2), torch.randn(4, 1, 8, 8)),
+        (nets.cnn((1, 8, 8), 2, channels=(3, 5)), torch.randn(4, 1, 8, 8)),
+    ):
+        assert links(net) and all(separate(net, link, x) for link in links(net))
+
+
+def test_computed_and_tied_weights_have_no_links():
+    for norm in (nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm):
+        assert links(nn.Sequential(norm(nn.Linear(4, 6)), nn.ReLU(), nn.Linear(6, 2))) == []
+    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    net[4].weight = net[0].weight
+    assert links(net) == []
+
+
+def test_tracing_leaves_nothing_on_the_model():
+    class Noted(Residual):
+        def forward(self, x):
+            self.last = self.a(x)
+            return self.out(torch.relu(self.last))
+
+    net = Noted()
+    assert links(net) == [Link("a", "out", (), 4)]
+    assert not hasattr(net, "last")
+
+
+def test_lengths_that_are_written_out_make_a_link_rigid():
+    class Fixed(Net):
+        def forward(self, x):
+            x = F.max_pool2d(torch.relu(self.norm(self.conv1(x))), 2)
+            return self.fc2(self.fc1(F.relu(self.conv2(x)).view(-1, 24)))
+
+    assert [link.rigid for link in links(Fixed())] == [False, True, False]
+    assert not any(link.rigid for link in links(Net()))
+
+
+@pytest.mark.parametrize("wrong", [[], 3, None])
+def test_groups_of_another_kind(wrong):
+    with pytest.raises(ValueError, match="allowed: a layer's name"):
+        links(Net(), {"conv1": wrong})

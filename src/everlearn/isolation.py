@@ -12,6 +12,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
 from everlearn.heads import output_layer
+from everlearn.likelihood import Categorical
 from everlearn.method import Method
 from everlearn.params import Params, evaluating, named_with_frozen, unwrap
 
@@ -37,6 +38,7 @@ class Isolation(Method):
         self.rows: list[Tensor | None] = []  # the outputs each may be answered with
         self.own: list[Params] = []  # parameters and statistics that each task has for itself
         self.open: bool = False  # whether the last of them is still being learned
+        self.classes: bool = True  # whether outputs are of classes, so that they tell how sure they are
 
     def enter(self, task: Any) -> bool:
         """Note that a task, or another part of the last one, begins; False if it had begun, as after loading a checkpoint."""
@@ -50,7 +52,7 @@ class Isolation(Method):
             self.tasks.append(-1 - len(self.tasks) if number is None else number)
             self.rows.append(None)
         self.rows[-1] = None if allowed is None or number is None else allowed[number].clone()
-        self.open = True
+        self.open, self.classes = True, isinstance(getattr(task, "likelihood", Categorical()), Categorical)
         return True
 
     def is_new(self, task: Any) -> bool:
@@ -79,17 +81,15 @@ class Isolation(Method):
             raise ValueError(f"Task {number} has not been learned; there are: {', '.join(map(str, done)) or 'none'}.")
         return done.index(number)
 
-    def predict(self, model: nn.Module, x: Any, task: Tensor | None = None) -> Tensor:
-        """Each example by the sub-network of its task; a task that is not learned yet by the model as it is."""
-        if not self.own:
-            return super().predict(model, x, task)
+    def predict(self, model: nn.Module, x: Any, task: Tensor | int | None = None) -> Tensor:
+        """Each example by the sub-network of its task, in evaluation mode; a task not learned yet by the model as it is."""
         with evaluating(model):
-            if task is None:
+            if task is None and self.tasks:
                 return self._surest(model, x)
-            numbers = task.unique().tolist()
-            if len(numbers) == 1:
-                return self._by_number(model, x, numbers[0])
-            parts = [(task == n).nonzero().flatten() for n in numbers]
+            numbers = [] if task is None else [task] if isinstance(task, int) else task.unique().tolist()
+            if len(numbers) < 2:
+                return self._by_number(model, x, numbers[0]) if numbers else super().predict(model, x)
+            parts = [(task == n).nonzero().flatten() for n in numbers]  # type: ignore[union-attr]
             said = [
                 self._by_number(model, tree_map(lambda v, at=at: v[at], x), n)
                 for n, at in zip(numbers, parts, strict=True)
@@ -98,23 +98,30 @@ class Isolation(Method):
         return torch.cat(_equally_wide(said))[back]
 
     def _by_number(self, model: nn.Module, x: Any, number: int) -> Tensor:
-        k = self.tasks.index(number) if number in self.tasks else len(self.own)
-        return self.answer(model, x, k) if k < len(self.own) else model(x)
+        return self._by_place(model, x, self.tasks.index(number) if number in self.tasks else len(self.tasks))
+
+    def _by_place(self, model: nn.Module, x: Any, k: int) -> Tensor:
+        """A task that has ended by its sub-network, any other by the model as it is."""
+        ended = len(self.tasks) - self.open
+        return self.answer(model, x, k) if k < ended else model(x)
 
     def _surest(self, model: nn.Module, x: Any) -> Tensor:
         """Of all sub-networks, example by example the one with the largest probability for some output."""
-        if self.unknown == "raise":
-            raise ValueError(
-                f"{type(self).__name__} must know the task of each example: predict(model, x, task), a task-incremental "
-                'stream, or unknown="confident" to let the surest sub-network answer.'
-            )
         said = []
-        for k in range(len(self.own)):
-            out, row = self.answer(model, x, k), self.rows[k]
+        for k in range(len(self.tasks)):
+            out, row = self._by_place(model, x, k), self.rows[k]
             if row is not None:  # an output that its task did not have is no answer
                 row = torch.nn.functional.pad(row, (0, max(0, out.shape[-1] - len(row))))[: out.shape[-1]]
                 out = out.masked_fill(~row.to(out.device), -torch.inf)
             said.append(out)
+        if len(said) == 1:
+            return said[0]
+        if self.unknown == "raise" or not self.classes or said[0].shape[-1] < 2:
+            how = "" if not self.classes else ', or unknown="confident" to let the surest sub-network answer'
+            raise ValueError(
+                f"{type(self).__name__} must know the task of each example: predict(model, x, task), or a task-incremental "
+                f"stream{how}."
+            )
         sure = torch.stack([out.softmax(-1).amax(-1) for out in said])
         choice = sure.flatten(2).mean(-1).argmax(0) if sure.dim() > 2 else sure.argmax(0)
         return torch.stack(_equally_wide(said))[choice, torch.arange(len(choice), device=choice.device)]
@@ -122,19 +129,36 @@ class Isolation(Method):
 
 def kept(model: nn.Module, output: str | None, rest: bool) -> Params:
     """What a task has for itself: the output layer, and with ``rest`` also biases, norms, embeddings and statistics."""
-    name, layer = output_layer(model, output)
-    own = {f"{name}.{n}".lstrip(".") for n, _ in layer.named_parameters()}
-    inner = unwrap(model)
-    tables = {id(p) for m in inner.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) for p in m.parameters()}
-    small = {
-        n: p for n, p in named_with_frozen(model).items() if n in own or (rest and (p.dim() < 2 or id(p) in tables))
-    }
-    return {**small, **dict(inner.named_buffers())} if rest else small
+    inner, own = unwrap(model), {id(p) for p in output_layer(model, output)[1].parameters()}
+    if rest:
+        own |= {
+            id(p)
+            for module in inner.modules()
+            for leaf, p in module._parameters.items()
+            if not _is_weight(module, leaf, p)
+        }
+    parameters = {n: p for n, p in named_with_frozen(model).items() if id(p) in own}
+    return {**parameters, **dict(inner.named_buffers())} if rest else parameters
+
+
+def _is_weight(module: nn.Module, leaf: str, p: Tensor | None) -> bool:
+    """Whether a parameter connects units: not a bias, a norm, a table of embeddings or places, a token, a scale."""
+    if p is None or isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or sum(length > 1 for length in p.shape) < 2:
+        return False
+    return leaf.endswith("weight") or type(module).__module__.startswith("torch.nn")
+
+
+def remembered_state(model: nn.Module, own: Params) -> Params:
+    """Copies for keeping, of what is a task's own and of all statistics, which a forward pass alone can move."""
+    return {n: v.detach().clone() for n, v in {**own, **dict(unwrap(model).named_buffers())}.items()}
 
 
 def call(model: nn.Module, state: Params, x: Any) -> Tensor:
     """What the model says with other parameters and statistics; its own stay as they are."""
-    said: Tensor = functional_call(unwrap(model), state, (x,))
+    inner = unwrap(model)
+    like = {**dict(inner.named_parameters()), **dict(inner.named_buffers())}
+    there = {n: v.to(like[n].device, like[n].dtype) for n, v in state.items()}  # the model may have been moved since
+    said: Tensor = functional_call(inner, there, (x,))
     return said
 
 
@@ -148,7 +172,7 @@ def filled(model: nn.Module, state: Params) -> nn.Module:
             places.setdefault(id(v), []).append((module, leaf))
     known = {**dict(alone.named_parameters()), **dict(alone.named_buffers())}
     for name, value in state.items():
-        new = value.detach().clone()
+        new = value.detach().clone().to(known[name].device, known[name].dtype)
         if isinstance(known[name], nn.Parameter):
             new = nn.Parameter(new)
         for module, leaf in places[id(known[name])]:  # weights that are tied stay tied

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from everlearn.params import Params, named_with_frozen, unwrap
 
 
 class Locks:
-    """Which entries of which parameters are locked, where, and how to undo it.
+    """Which entries of which parameters are locked, and where.
 
     A zero gradient is not enough: momentum, Adam's averages and weight decay move a weight without one. So gradients of locked
     entries are zeroed before a step, which keeps them out of the norm that clipping looks at, and their values put back after
@@ -22,8 +22,7 @@ class Locks:
         self.masks: Params = {}  # True where an entry is locked
         self.values: Params = {}
         self.whole: set[str] = set()
-        self.buffers: list[tuple[Tensor, Tensor]] = []
-        self._undo: list[Callable[[], object]] = []
+        self.buffers: list[tuple[nn.Module, str, Tensor]] = []
 
     def lock(self, model: nn.Module, name: str, mask: Tensor) -> None:
         """Lock these entries of a parameter where they are now."""
@@ -35,12 +34,14 @@ class Locks:
 
     def hold_statistics(self, model: nn.Module, names: Iterable[str]) -> None:
         """Lock these buffers: layers that keep running statistics stay in evaluation mode, whatever the loop says."""
-        inner, wanted = unwrap(model), set(names)
-        for place, module in inner.named_modules():
-            own = {f"{place}.{n}".lstrip(".") for n, _ in module.named_buffers(recurse=False)}
-            if own & wanted and getattr(module, "track_running_stats", False):
-                self._undo.append(module.register_forward_pre_hook(_evaluate).remove)
-        self.buffers = [(b, b.clone()) for n, b in inner.named_buffers() if n in wanted]
+        wanted = set(names)
+        for place, module in unwrap(model).named_modules():
+            own = {leaf: f"{place}.{leaf}".lstrip(".") for leaf, _ in module.named_buffers(recurse=False)}
+            held = [leaf for leaf, name in own.items() if name in wanted]
+            self.buffers += [(module, leaf, module.get_buffer(leaf).clone()) for leaf in held]
+            if held and getattr(module, "track_running_stats", False):
+                module.register_forward_pre_hook(_evaluate)
+        seen_by_compiler(model)
 
     def mask_gradients(self, model: nn.Module) -> None:
         """Before a step: no gradient where it is locked."""
@@ -55,12 +56,13 @@ class Locks:
     @torch.no_grad()
     def restore(self, model: nn.Module) -> None:
         """After a step: every locked entry where it was."""
-        if self.masks:
-            for name, p in named_with_frozen(model).items():
-                if name in self.masks and name not in self.whole:
-                    torch.where(self.masks[name], self.values[name], p, out=p)
-        for buffer, value in self.buffers:
-            buffer.copy_(value)
+        for name, p in named_with_frozen(model).items() if self.masks else ():
+            if name in self.masks and (
+                name not in self.whole or p.grad is not None
+            ):  # another method may have given it one
+                torch.where(self.masks[name], self.values[name], p, out=p)
+        for module, leaf, value in self.buffers:  # looked up anew: a model may put another tensor in its place
+            module.get_buffer(leaf).copy_(value)
 
     def check(self, model: nn.Module, method: str) -> None:
         """Refuse to go on where a locked entry has moved all the same."""
@@ -73,11 +75,24 @@ class Locks:
                         f"{method}.before_step(model) and {method}.after_step(model) around every optimizer step."
                     )
 
-    def release(self) -> None:
-        """Unlock everything."""
-        for undo in self._undo:
-            undo()
-        self.__init__()  # type: ignore[misc]
+    def release(self, model: nn.Module) -> None:
+        """Unlock everything; from a copied model, take off the hooks that came with it."""
+        self.masks, self.values, self.whole, self.buffers = {}, {}, set(), []
+        take_off(model, _evaluate)
+
+
+def take_off(model: nn.Module, kind: object) -> None:
+    """Remove hooks before the forward pass: this function, or all of this class, whoever put them on."""
+    for module in unwrap(model).modules():
+        hooks = module._forward_pre_hooks
+        for key in [k for k, hook in hooks.items() if hook is kind or type(hook) is kind]:
+            del hooks[key]
+
+
+def seen_by_compiler(model: nn.Module) -> None:
+    """Have a compiled model compiled anew: it does not notice hooks that came after its first call."""
+    if any("_orig_mod" in module._modules for module in model.modules()):
+        torch.compiler.reset()
 
 
 def _evaluate(module: nn.Module, args: tuple[Tensor, ...]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections import Counter
 from collections.abc import Mapping
@@ -11,8 +12,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.func import functional_call
 
 from everlearn.params import unwrap
+from everlearn.seeds import seeded
 
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -42,6 +45,7 @@ class Link:
         norms: the BatchNorms between them.
         width: how many units.
         repeat: inputs of the consumer per unit; more than 1 where channels with several places are flattened.
+        rigid: whether the model writes out their number, as in ``x.view(-1, 400)``, so that it cannot change.
     """
 
     producer: str
@@ -49,6 +53,7 @@ class Link:
     norms: tuple[str, ...]
     width: int
     repeat: int = 1
+    rigid: bool = False
 
 
 def links(model: nn.Module, groups: Mapping[str, str | list[str]] | None = None) -> list[Link]:
@@ -64,8 +69,14 @@ def links(model: nn.Module, groups: Mapping[str, str | list[str]] | None = None)
     """
     inner = unwrap(model)
     if groups is not None:
+        for a, b in groups.items():
+            if not isinstance(b, str) and not (isinstance(b, (list, tuple)) and b):
+                raise ValueError(
+                    f"groups: got {b!r} for {a!r}, allowed: a layer's name, or BatchNorms and then a layer."
+                )
         return [_named(inner, a, [b] if isinstance(b, str) else list(b)) for a, b in groups.items()]
     found = _of_transformers(inner)
+    shared = Counter(id(p) for _, p in inner.named_parameters(remove_duplicate=False))
     try:
         found += _traced(inner)
     except Exception as error:  # tracing runs the model's own code, which may fail in any way on a tensor that is none
@@ -74,7 +85,11 @@ def links(model: nn.Module, groups: Mapping[str, str | list[str]] | None = None)
                 f"{type(inner).__name__} cannot be traced ({str(error)[:100]}): name which layer's units go where, "
                 'groups={"conv1": "conv2"}.'
             ) from error
-    return found
+    layers = {n: m for n, m in inner.named_modules() if _plain(m)}
+    tied = {
+        n for n, m in layers.items() if any(shared[id(p)] > 1 for p in m.parameters())
+    }  # in use wherever else they are
+    return [link for link in found if not {link.producer, link.consumer} & tied]
 
 
 def units(layer: nn.Module) -> int:
@@ -108,7 +123,8 @@ def _named(model: nn.Module, producer: str, others: list[str]) -> Link:
 
 
 def _plain(module: nn.Module | None) -> bool:
-    return isinstance(module, LAYERS) and getattr(module, "groups", 1) == 1
+    """Whether it is a layer with a weight of its own, not one that is computed, as weight_norm and spectral_norm do."""
+    return isinstance(module, LAYERS) and getattr(module, "groups", 1) == 1 and "weight" in module._parameters
 
 
 def _of_transformers(model: nn.Module) -> list[Link]:
@@ -117,19 +133,21 @@ def _of_transformers(model: nn.Module) -> list[Link]:
     return [
         Link(f"{name}.linear1".lstrip("."), f"{name}.linear2".lstrip("."), (), module.linear1.out_features)
         for name, module in model.named_modules()
-        if isinstance(module, kinds)
+        if type(module) in kinds and _plain(module.linear1) and _plain(module.linear2)
     ]
 
 
 def _traced(model: nn.Module) -> list[Link]:
-    graph = fx.Tracer().trace(model)
+    graph = fx.Tracer().trace(copy.deepcopy(model))  # what forward puts on the module while traced must not stay
     modules = dict(model.named_modules())
+    elsewhere = {str(node.target) for node in graph.nodes if node.op == "get_attr"}  # weights that forward reads itself
     names = {id(m): n for n, m in modules.items()}  # one module under two names is one
     places = {node: names[id(modules[str(node.target)])] for node in graph.nodes if node.op == "call_module"}
     calls = Counter(places.values())
     found = []
     for node, name in places.items():
-        if _plain(modules[name]) and calls[name] == 1 and (link := _follow(node, name, places, modules, calls)):
+        link = _follow(node, name, places, modules, calls) if _plain(modules[name]) and calls[name] == 1 else None
+        if link is not None and not {f"{link.producer}.weight", f"{link.consumer}.weight"} & elsewhere:
             found.append(link)
     return found
 
@@ -139,7 +157,7 @@ def _follow(
 ) -> Link | None:
     """From a producer on, as long as units stay apart, to the layer that consumes them."""
     start, norms = modules[producer], list[str]()
-    width, flat = units(start), isinstance(start, nn.Linear)
+    width, flat, rigid = units(start), isinstance(start, nn.Linear), False
     while True:
         users = [user for user in node.users if not _asks_shape(user)]
         if len(users) != 1 or not users[0].args or users[0].args[0] is not node:
@@ -154,11 +172,11 @@ def _follow(
             repeat = inputs(module) // width
             if not fits or calls[name] != 1 or (repeat > 1 and isinstance(start, nn.Linear)):
                 return None
-            return Link(producer, name, tuple(norms), width, repeat)
+            return Link(producer, name, tuple(norms), width, repeat, rigid)
         if isinstance(module, NORMS) and module.num_features == width and calls[name] == 1:
             norms.append(name)
         elif _flattens(user, module) or (not flat and _averages(user)):
-            flat = True
+            flat, rigid = True, rigid or (user.target in ("view", "reshape") and user.args[-1:] != (-1,))
         elif not (_is(user, module, ELEMENT_WISE) or (not flat and _is(user, module, OVER_PLACES))):
             return None
         node = user
@@ -194,6 +212,52 @@ def _asks_shape(node: fx.Node) -> bool:
         return node.args[1] == "shape"
     source = node.args[0] if node.args else None
     return node.target is operator.getitem and isinstance(source, fx.Node) and _asks_shape(source)
+
+
+@torch.no_grad()
+def separate(model: nn.Module, link: Link, x: Any) -> bool:
+    """Whether units really stay apart: with some gates closed, what comes from those units changes nothing.
+
+    Tried on examples, in both modes: tracing cannot see what hooks, places and lengths make of units.
+    """
+    shut = torch.arange(link.width) % 2 == 0
+    try:
+        for training in (False, True):
+            said = [_with_noise(model, link, x, shut, size, training) for size in (0.0, 1.0)]
+            if not all(torch.equal(a, b) for a, b in zip(*said, strict=True)):
+                return False
+    except (RuntimeError, ValueError, TypeError):
+        return True  # the model does not take these examples, or not so few: training will say so
+    return True
+
+
+def _with_noise(
+    model: nn.Module, link: Link, x: Any, shut: Tensor, size: float, training: bool
+) -> tuple[Tensor, Tensor]:
+    """What the model says and the consumer is given, with noise on the units that are shut out before the consumer."""
+    given: list[Tensor] = []
+
+    def gate(module: nn.Module, args: Any) -> tuple[Any, ...]:
+        open_ = repeated(~shut, link).to(args[0].device, args[0].dtype)
+        given.append(args[0] * (open_ if isinstance(module, nn.Linear) else open_.view(-1, *[1] * (args[0].dim() - 2))))
+        return given[-1], *args[1:]
+
+    inner = unwrap(model)
+    layer, consumer = inner.get_submodule(link.producer), inner.get_submodule(link.consumer)
+    weight: Any = layer.weight
+    state = {n: v.clone() for n, v in inner.named_buffers()}
+    noise = shut.to(weight.device, weight.dtype).view(-1, *[1] * (weight.dim() - 1)) * size
+    state[f"{link.producer}.weight"] = weight + noise
+    hook, modes = consumer.register_forward_pre_hook(gate), [(m, m.training) for m in inner.modules()]
+    try:
+        inner.train(training)
+        with seeded(0):
+            out: Tensor = functional_call(inner, state, (x,))
+    finally:
+        hook.remove()
+        for module, mode in modes:
+            module.training = mode
+    return out, torch.cat([v.flatten() for v in given])
 
 
 def repeated(units: Tensor, link: Link) -> Tensor:

@@ -252,3 +252,81 @@ def test_detached_the_model_is_plain(small_stream):
     assert not any(m._forward_pre_hooks for m in model.modules())
     x = next(stream[0].examples(5, "test")).x
     assert model(x).isfinite().all()
+
+
+def test_free_ends_move_and_used_ends_do_not(small_stream):
+    stream = small_stream()
+    model, method = learned(stream, 1)
+    method.begin_task(model, stream[1])
+    locked, before = dict(method._locks.masks), {n: p.detach().clone() for n, p in model.named_parameters()}
+    method.end_task(model, stream[1])
+    model, method = learned(stream, 2)
+    for name in ("1.weight", "3.weight"):
+        moved = dict(model.named_parameters())[name] != before[name]
+        assert (
+            not moved[locked[name]].any() and moved[~locked[name]].float().mean() > 0.2
+        )  # dead units and black pixels aside
+
+
+def test_soft_gates_scale_gradients_by_how_far_they_are_open():
+    model, method, _ = begun(tasks=2, soft=True, rest="frozen")
+    method.masks[0] = {"0": torch.tensor([1.0, 0.75, 0.5, 0.0])}
+    method._lock(model)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    method.before_step(model)
+    assert model[0].weight.grad[:, 0].tolist() == [0.0, 0.25, 0.5, 1.0]
+    assert model[0].bias.grad.tolist() == [0.0, 0.25, 0.5, 1.0]
+
+
+def test_outside_training_gates_are_open_or_shut():
+    model, method, task = begun()
+    x = next(task.examples(4)).x
+    model.eval()
+    hidden = model[0](x).relu() * (method.parameters()[0] > 0)
+    assert torch.equal(model(x), nn.functional.linear(hidden, model[2].weight, model[2].bias))
+    model.train()
+    soft = model[0](x).relu() * (method.parameters()[0] * method._scale()).sigmoid()
+    torch.testing.assert_close(model(x), nn.functional.linear(soft, model[2].weight, model[2].bias))
+
+
+def test_gates_follow_the_seed_and_outlive_a_part():
+    first = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        _, method, task = begun()
+        first.append(method.parameters()[0].detach().clone())
+    assert torch.equal(first[0], first[1]) and not torch.equal(first[0], first[2])
+    model, method, task = begun()
+    gates = method.parameters()[0].detach().clone()
+    method.end_task(model, task)
+    method.begin_task(model, task)
+    assert torch.equal(method.parameters()[0], gates)
+
+
+def test_gates_are_at_least_single_precision():
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).half()
+    method = HAT()
+    method.begin_task(model, Task((torch.randn(8, 3).half(), torch.arange(8) % 2)))
+    assert method.parameters()[0].dtype == torch.float32
+
+
+def test_missing_steps_are_said_before_anything_changes():
+    model, method, _ = begun(tasks=1)
+    method = HAT(anneal="task")
+    state = repr(method.state_dict())
+    with pytest.raises(ValueError, match=r"set task.steps"):
+        method.begin_task(model, Task((torch.randn(8, 3), torch.arange(8) % 2), id=0))
+    assert repr(method.state_dict()) == state
+    with pytest.raises(ValueError, match=r"how many batches an epoch has"):
+        HAT().begin_task(model, iter([(torch.randn(8, 3), torch.arange(8) % 2)]))
+
+
+def test_where_lengths_are_written_out_gates_go_into_the_weights(small_stream, exported):
+    from tests.test_isolation import LeNet
+
+    stream = small_stream()
+    model, method = learned(stream, 3, LeNet(stream))
+    assert any((m["a"] == 0).any() for m in method.masks)
+    exported(model, method, stream, tolerance=1e-4)
+    assert method.export(model, 0).a.out_channels == 4 and method.export(model, 0).b.out_features < 12

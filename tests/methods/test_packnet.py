@@ -181,3 +181,103 @@ def test_state_survives_saving(small_stream):
     again.load_state_dict(state)
     other.eval()
     assert all(torch.equal(again.answer(other, x, k), before[k]) for k in range(2))
+
+
+def test_what_is_left_learns_on_after_pruning(small_stream):
+    torch.manual_seed(0)
+    task, seen = small_stream()[0], []
+
+    class Watched(PackNet):
+        def after_step(self, model):
+            super().after_step(model)
+            seen.append((self.pruned, model[1].weight.detach().clone()))
+
+    model, method = nets.mlp(64, 6, hidden=(16,)), Watched(retrain=0.5)
+    everlearn.train(model, method, task, epochs=2, batch_size=10)
+    pruned = [done for done, _ in seen]
+    assert pruned == sorted(pruned) and pruned.count(True) == round(len(pruned) / 2) + 1 - len(pruned) % 2
+    first, last = seen[pruned.index(True)][1], seen[-1][1]
+    assert torch.equal(first == 0, last == 0) and not torch.equal(first, last)
+
+
+def test_pruning_by_hand_happens_once(small_stream):
+    torch.manual_seed(0)
+    task = small_stream()[0]
+    model, method = nets.mlp(64, 6, hidden=(16,)), PackNet()
+    with pytest.raises(ValueError, match="no task is being learned"):
+        method.prune_now(model)
+    with pytest.raises(ValueError, match="before any begin_task"):
+        method.end_task(model, task)
+
+    class Early(PackNet):
+        def after_step(self, model):
+            if self.steps == 1:
+                self.prune_now(model)
+            super().after_step(model)
+
+    method = Early()
+    everlearn.train(model, method, task, batch_size=10)
+    assert method.capacity() == {"1.weight": 0.5}
+    with pytest.raises(ValueError, match="nothing to prune"):
+        method.prune_now(model)
+
+
+def test_pruning_does_not_hide_that_a_loop_forgot_to_lock(small_stream):
+    model, method, stream = learned(1, small_stream=small_stream)
+    method.begin_task(model, stream[1])
+    method.loss(model, next(stream[1].batches(32))).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    with pytest.raises(ValueError, match=r"before_step\(model\)"):
+        method.prune_now(model)
+
+
+def test_a_frozen_body_is_not_pruned(small_stream):
+    torch.manual_seed(0)
+    task = small_stream()[0]
+    model, method = nets.mlp(64, 6, hidden=(16, 8)), PackNet()
+    model[1].requires_grad_(False)
+    before = model[1].weight.clone()
+    everlearn.train(model, method, task, batch_size=16)
+    assert list(method.owner) == ["3.weight"] and torch.equal(model[1].weight, before)
+
+
+def test_it_runs_out_and_says_so():
+    data = (
+        torch.randn(20, 64),
+        torch.randint(6, (20,)),
+    )  # an input that is always zero would leave its weights free for ever
+    model, method = nets.mlp(64, 6, hidden=(2,)), PackNet(first=0.3, prune=0.75)
+    with pytest.raises(ValueError, match=r"no free weights left"):
+        for k in range(200):
+            everlearn.train(model, method, everlearn.Task(data, id=k), batch_size=20)
+    counts = [int((method.owner["1.weight"] == k + 1).sum()) for k in range(len(method.tasks))]
+    assert sum(counts) == 128 and len(counts) > 5
+
+
+def test_scales_tables_and_places_are_not_weights():
+    class Words(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.places, self.token = (
+                nn.Embedding(9, 4),
+                nn.Parameter(torch.randn(1, 5, 4)),
+                nn.Parameter(torch.randn(1, 1, 4)),
+            )
+            self.a = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+            self.attention, self.head = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 9)
+            self.head.weight = self.words.weight
+
+        def forward(self, x):
+            h = self.a(self.words(x) + self.places + self.token)
+            return self.head(self.attention(h, h, h)[0].mean(1))
+
+    model, method = Words(), PackNet()
+    for k in range(2):
+        everlearn.train(model, method, everlearn.Task((torch.randint(9, (16, 5)), torch.randint(9, (16,))), id=k))
+    assert set(method.owner) == {
+        "a.parametrizations.weight.original1",
+        "attention.in_proj_weight",
+        "attention.out_proj.weight",
+    }
+    assert "words.weight" in method.own[0], "an output layer that is also the table of words is each task's own"
+    assert not torch.equal(method.own[0]["words.weight"], method.own[1]["words.weight"])

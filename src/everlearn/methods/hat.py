@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -10,13 +10,15 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from everlearn.isolation import Isolation, call, filled, kept
-from everlearn.locks import Locks
+from everlearn.cutting import cut
+from everlearn.data import Batches
+from everlearn.isolation import Isolation, call, filled, kept, remembered_state
+from everlearn.locks import Locks, seen_by_compiler, take_off
 from everlearn.method import NonNegative, Range
-from everlearn.params import Params, check_finite, named_with_frozen, unwrap
+from everlearn.params import Params, check_finite, named_with_frozen, unwrap, wide
 from everlearn.seeds import generator
-from everlearn.stream import Batch, as_task
-from everlearn.tracing import Link, links, repeated
+from everlearn.stream import Batch, Task, as_task
+from everlearn.tracing import Link, links, repeated, separate
 
 
 @dataclass(eq=False)
@@ -58,32 +60,32 @@ class HAT(Isolation):
         self.masks: list[Params] = []  # the gates of the tasks that have ended
         self.batch = 0  # b, counted from 0
         self.batches: int | None = None  # B
+        self.seed = 0
         self._links: list[Link] = []
         self._used: Params = {}
         self._factors: Params = {}
         self._locks = Locks()
-        self._undo: list[Callable[[], object]] = []
-        self._on: nn.Module | None = None  # the model that has our gates
         self._answering: int | None = None
         self._examples = 0  # of the first step
-        self._task: Any = None
+        self._rows: int | None = None  # of the task's data
 
     def begin_task(self, model: nn.Module, task: Any) -> None:
         """New gates; lock the weights between units in use."""
-        new = self.is_new(task)
-        self._attach(model)
+        data, new = as_task(task), self.is_new(task)
+        if self.anneal == "task" and data.steps is None:
+            raise ValueError('HAT(anneal="task") needs the planned steps of the task: set task.steps.')
+        self._kept(model)  # or a wrong name of the output layer would show only at the end
+        self._attach(model, data)
         if self.enter(task):
-            self.batch, self.batches, self._examples = 0, None, 0
-            if self.anneal == "task":
-                self.batches = getattr(task, "steps", None)
-                if self.batches is None:
-                    raise ValueError('HAT(anneal="task") needs the planned steps of the task: set task.steps.')
+            self.batch, self.batches, self._examples = 0, data.steps if self.anneal == "task" else None, 0
         if new:
-            source, like = generator(0, "hat", len(self.tasks)), next(unwrap(model).parameters())
+            self.seed = torch.initial_seed() if len(self.tasks) == 1 else self.seed
+            source, like = generator(self.seed, "hat", len(self.tasks)), next(unwrap(model).parameters())
             self.embedding = {
-                link.producer: nn.Parameter(torch.randn(link.width, generator=source).to(like)) for link in self._links
+                link.producer: nn.Parameter(torch.randn(link.width, generator=source).to(like.device, wide(like)))
+                for link in self._links
             }
-        self._task = as_task(task)
+        self._count(data)
         self._lock(model)
 
     def parameters(self) -> list[nn.Parameter]:
@@ -125,13 +127,9 @@ class HAT(Isolation):
             e.clamp_(-6, 6)
         self._locks.restore(model)
         self.batch += 1
-        if self.batches is None:
-            self.batches = self._task.steps_per_epoch(self._examples or 1) or self._task.steps
-            if self.batches is None:
-                raise ValueError(
-                    "HAT must know how many batches an epoch has, and these data do not tell: set task.steps."
-                )
-        if self.batch >= self.batches and self.anneal == "epoch":
+        if self.batches is None and self._rows is not None:
+            self.batches = -(-self._rows // max(1, self._examples))
+        if self.batches is not None and self.batch >= self.batches and self.anneal == "epoch":
             self.batch = 0
 
     def end_task(self, model: nn.Module, task: Any) -> None:
@@ -139,7 +137,7 @@ class HAT(Isolation):
         self._locks.check(model, "HAT")
         check_finite({**dict(unwrap(model).named_parameters()), **self.embedding})
         self.masks = [*self.masks[: len(self.tasks) - 1], {n: g.detach().clone() for n, g in self._final().items()}]
-        self.leave({n: v.detach().clone() for n, v in self._kept(model).items()})
+        self.leave(remembered_state(model, self._kept(model)))
 
     def answer(self, model: nn.Module, x: Any, k: int) -> Tensor:
         """With the gates of the k-th task and what is its own."""
@@ -161,56 +159,69 @@ class HAT(Isolation):
         """A plain module that answers as the task with this number, without the units that it does not use."""
         k = self.place(task)
         self._attach(model)
-        found, locked = self._links, self._on is not None and self.open
-        self.detach(model)
         alone = filled(model, self.own[k])
-        for link in found:
-            _cut(alone, link, self.masks[k][link.producer])
-        self._attach(model)
-        if locked:
-            self._lock(model)
+        take_off(alone, Gate)
+        Locks().release(alone)
+        for link in self._links:
+            cut(alone, link, self.masks[k][link.producer])
         return alone
 
     def detach(self, model: nn.Module) -> None:
         """Take off the gates and unlock everything; the model is then what all tasks have made of it together."""
-        for undo in self._undo:
-            undo()
-        self._undo, self._on = [], None
-        self._locks.release()
+        take_off(model, Gate)
+        self._locks.release(model)
 
-    def _attach(self, model: nn.Module) -> None:
-        """Put the gates on the model, each before the layer that reads its units."""
-        inner = unwrap(model)
-        if self._on is inner:
-            return
-        self.detach(model)
-        self._links = links(inner, self.groups)
-        if not self._links:
-            raise ValueError(
-                f"HAT finds no units to gate in {type(inner).__name__}: it needs two linear or convolution layers with nothing "
-                'between them that mixes units; name them, groups={"conv1": "conv2"}.'
-            )
-        for link in self._links:
-            hook = self._gate(link)
-            self._undo.append(inner.get_submodule(link.consumer).register_forward_pre_hook(hook).remove)
-        self._on = inner
-
-    def _gate(self, link: Link) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
-        def hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            gates = self._now(module.training)
-            if link.producer not in gates:
-                return args
-            x, a = args[0], repeated(gates[link.producer], link).to(args[0].dtype)
-            shape = [-1] if isinstance(module, nn.Linear) else [-1, *[1] * (x.dim() - 2)]
-            return x * a.view(shape), *args[1:]
-
-        return hook
-
-    def _now(self, training: bool) -> Params:
+    def now(self, training: bool) -> Params:
         """The gates of the task that is asked for, or learned."""
         if self._answering is not None:
             return self.masks[self._answering]
         return self._gates() if training and self.open else self._final()
+
+    def _attach(self, model: nn.Module, data: Task | None = None) -> None:
+        """Put the gates on the model, each before the layer that reads its units."""
+        inner = unwrap(model)
+        if not self._links:
+            self._links = self._found(inner, data)
+        consumers = [inner.get_submodule(link.consumer) for link in self._links]
+        if all(any(_is_gate(hook, self) for hook in m._forward_pre_hooks.values()) for m in consumers):
+            return
+        take_off(inner, Gate)  # a copied model comes with gates of the method it was copied from
+        for link, consumer in zip(self._links, consumers, strict=True):
+            consumer.register_forward_pre_hook(Gate(self, link))
+        seen_by_compiler(model)
+
+    def _found(self, inner: nn.Module, data: Task | None) -> list[Link]:
+        """The links, each tried on some of the data where there are any."""
+        take_off(inner, Gate)
+        found = links(inner, self.groups)
+        if data is not None and not isinstance(data.train, Batches) and data.train is not None:
+            x = next(data.examples(4)).to(next(inner.parameters()).device).x
+            true = [link for link in found if separate(inner, link, x)]
+            if self.groups is not None and len(true) < len(found):
+                false = next(link for link in found if link not in true)
+                raise ValueError(
+                    f"groups: the units of {false.producer!r} do not go to {false.consumer!r} alone, or are mixed on their way."
+                )
+            found = true
+        if not found:
+            raise ValueError(
+                f"HAT finds no units to gate in {type(inner).__name__}: it needs two linear or convolution layers with nothing "
+                'between them that mixes units; name them, groups={"conv1": "conv2"}.'
+            )
+        return found
+
+    def _count(self, data: Task) -> None:
+        """How many batches an epoch has, or the examples from which the first step will tell."""
+        if self.batches is not None:
+            return
+        if isinstance(data.train, Batches) or data.train is None:
+            self.batches = data.steps if data.train is None else data.steps_per_epoch(1) or data.steps
+            if self.batches is None:
+                raise ValueError(
+                    "HAT must know how many batches an epoch has, and these data do not tell: set task.steps."
+                )
+        else:
+            self._rows = len(data.train)
 
     def _gates(self) -> Params:
         s = self._scale()
@@ -238,7 +249,7 @@ class HAT(Isolation):
 
     def _lock(self, model: nn.Module) -> None:
         """Lock every weight in so far as both its ends are in use; what has no gate is."""
-        self._locks.release()
+        self._locks.release(model)
         self._factors, earlier = {}, self.masks[: len(self.tasks) - 1]
         self._used = _union(earlier)
         if not earlier:
@@ -265,41 +276,28 @@ class HAT(Isolation):
         return used
 
 
+class Gate:
+    """A hook before a layer that reads gated units; with a copied model it stays a gate of the same method."""
+
+    def __init__(self, method: HAT, link: Link) -> None:
+        self.method, self.link = method, link
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The input, times the gates."""
+        gates, x = self.method.now(module.training), args[0]
+        if self.link.producer not in gates:
+            return args
+        a = repeated(gates[self.link.producer], self.link).to(x.device, x.dtype)
+        return x * a.view([-1] if isinstance(module, nn.Linear) else [-1, *[1] * (x.dim() - 2)]), *args[1:]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Gate:
+        return self
+
+
+def _is_gate(hook: Any, method: HAT) -> bool:
+    return isinstance(hook, Gate) and hook.method is method
+
+
 def _union(masks: list[Params]) -> Params:
     """Of all masks the largest, unit by unit."""
     return {n: torch.stack([m[n] for m in masks]).amax(0) for n in masks[0]} if masks else {}
-
-
-@torch.no_grad()
-def _cut(model: nn.Module, link: Link, gate: Tensor) -> None:
-    """Take the units with a closed gate out of the layers; what is left of the others' gates goes into the weights."""
-    keep = (gate > 0).nonzero().flatten()
-    if not len(keep):
-        keep = keep.new_zeros(1)  # a layer needs a unit: one whose gate is closed says nothing
-    producer, consumer = model.get_submodule(link.producer), model.get_submodule(link.consumer)
-    places = torch.arange(link.width * link.repeat, device=keep.device).view(link.width, link.repeat)[keep].flatten()
-    weight: Any = consumer.weight
-    open_ = repeated(gate, link)[places].to(weight)
-    _replace(consumer, "weight", weight[:, places] * open_.view(1, -1, *(1,) * (weight.dim() - 2)))
-    for module in (producer, *(model.get_submodule(n) for n in link.norms)):
-        for leaf, v in [*module._parameters.items(), *module._buffers.items()]:
-            if v is not None and v.dim() and len(v) == link.width:
-                _replace(module, leaf, v[keep])
-    _resize(producer, consumer, *(model.get_submodule(n) for n in link.norms))
-
-
-def _replace(module: nn.Module, leaf: str, value: Tensor) -> None:
-    setattr(module, leaf, nn.Parameter(value.clone()) if leaf in module._parameters else value.clone())
-
-
-def _resize(*modules: nn.Module) -> None:
-    """The lengths that layers show, as their weights have them."""
-    for module in modules:
-        weight: Any = module.weight
-        if isinstance(module, nn.Linear):
-            module.out_features, module.in_features = weight.shape
-        elif weight is not None and weight.dim() > 1:
-            module.out_channels, module.in_channels = weight.shape[:2]
-        elif isinstance(module, nn.modules.batchnorm._BatchNorm):
-            statistics = module.running_mean if weight is None else weight
-            module.num_features = module.num_features if statistics is None else len(statistics)

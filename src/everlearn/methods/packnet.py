@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from everlearn.isolation import Isolation, call, filled, kept
+from everlearn.isolation import Isolation, call, filled, kept, remembered_state
 from everlearn.locks import Locks
 from everlearn.method import Range
 from everlearn.params import Params, check_finite, named_with_frozen, unwrap
@@ -25,8 +25,8 @@ class PackNet(Isolation):
         retraining: what is left learns on, the given-up ones stay zero
         f(x, k):    weights owned by tasks up to k, zero elsewhere
 
-    Any parameter with two dimensions or more is shared out like this (linear, convolution, attention, recurrent), embeddings
-    excepted. The output layer is each task's own. A loop of your own speaks ``before_step`` and ``after_step``; set
+    Any weight that connects units is shared out like this (linear, convolution, attention, recurrent), if it is not frozen. The
+    output layer is each task's own. A loop of your own speaks ``before_step`` and ``after_step``; set
     ``task.steps``, or call ``prune_now(model)`` when the last third begins, or else pruning waits for ``end_task`` and nothing
     is retrained.
 
@@ -51,15 +51,12 @@ class PackNet(Isolation):
         self.steps = 0
         self._due: int | None = None
         self._locks = Locks()
-        self._masked: tuple[int, list[tuple[int, int]], Params] | None = (
-            None  # whose weights, of which version of the model
-        )
 
     def begin_task(self, model: nn.Module, task: Any) -> None:
         """Hand all free weights to the task and lock those of the others."""
-        weights = self._weights(model)
-        for name, p in weights.items():
-            self.owner.setdefault(name, torch.zeros_like(p, dtype=torch.uint8, requires_grad=False))
+        for name, p in self._weights(model).items():
+            owner = self.owner.get(name)
+            self.owner[name] = torch.zeros_like(p, dtype=torch.uint8) if owner is None else owner.to(p.device)
         if self.is_new(task):
             self._check_room(task)
         if self.enter(task):
@@ -78,26 +75,28 @@ class PackNet(Isolation):
         """What is locked goes back to where it was; when it is time, prune."""
         self._locks.restore(model)
         self.steps += 1
-        if self.steps == self._due:
+        if self.steps == self._due and not self.pruned:
             self.prune_now(model)
 
     def end_task(self, model: nn.Module, task: Any) -> None:
         """Prune, if that is not done yet, and keep what is the task's own."""
+        if self.open and not self.pruned:
+            self.prune_now(model)
         self._locks.check(model, "PackNet")
         check_finite(dict(unwrap(model).named_parameters()))
-        if not self.pruned:
-            self.prune_now(model)
-        self._masked = None
-        self.leave({n: v.detach().clone() for n, v in self._kept(model).items()})
+        self.leave(remembered_state(model, self._kept(model)))
 
     @torch.no_grad()
     def prune_now(self, model: nn.Module) -> None:
         """Give up the smallest of the current task's weights, layer by layer; the rest learns on."""
+        if not self.open or self.pruned:
+            raise ValueError(f"There is nothing to prune: {'it is done' if self.open else 'no task is being learned'}.")
+        self._locks.check(model, "PackNet")
         k, share = len(self.tasks), self.first if len(self.tasks) == 1 else self.prune
         for name, p in self._weights(model).items():
             owner = self.owner[name]
             size = p.abs()[owner == k]
-            if count := round(share * size.numel()):
+            if (count := min(round(share * size.numel()), size.numel() - 1)) > 0:  # or small layers would never fill up
                 given_up = (owner == k) & (p.abs() <= size.kthvalue(count).values)
                 p[given_up] = 0
                 owner[given_up] = 0
@@ -106,10 +105,7 @@ class PackNet(Isolation):
 
     def answer(self, model: nn.Module, x: Any, k: int) -> Tensor:
         """With the weights of tasks up to the k-th and what is its own."""
-        versions = [(id(p), p._version) for p in unwrap(model).parameters()]
-        if self._masked is None or self._masked[:2] != (k, versions):
-            self._masked = k, versions, self._up_to(model, k)
-        return call(model, self._masked[2], x)
+        return call(model, self._up_to(model, k), x)
 
     def capacity(self) -> dict[str, float]:
         """Of every layer, the share of weights that some task owns."""
@@ -122,26 +118,19 @@ class PackNet(Isolation):
 
     def export(self, model: nn.Module, task: int) -> nn.Module:
         """A plain module that answers as the task with this number, with zeros where weights are not its own."""
-        k = self.place(task)
-        self._locks.release()
-        alone = filled(model, self._up_to(model, k))
-        if self.open:
-            self._lock(model)
+        alone = filled(model, self._up_to(model, self.place(task)))
+        Locks().release(alone)
         return alone
 
     def detach(self, model: nn.Module) -> None:
         """Unlock everything; the model stays as the last task uses it."""
-        self._locks.release()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what another had learned; the next ``begin_task`` locks it."""
-        super().load_state_dict(state)
-        self._masked = None
+        self._locks.release(model)
 
     def _weights(self, model: nn.Module) -> Params:
         """The parameters that tasks share out among themselves."""
         own = kept(model, self.output, rest=True)
-        every = {n: p for n, p in named_with_frozen(model).items() if n not in own}
+        parameters = named_with_frozen(model).items()
+        every = {n: p for n, p in parameters if n in self.owner or (n not in own and p.requires_grad)}
         if not every:
             raise ValueError("PackNet finds no weights to share out besides the output layer: use a deeper model.")
         return every
@@ -151,14 +140,14 @@ class PackNet(Isolation):
 
     def _up_to(self, model: nn.Module, k: int) -> Params:
         """What the k-th task, counted from 0, sees."""
-        masked = {
-            n: torch.where((self.owner[n] > 0) & (self.owner[n] <= k + 1), p, 0)
-            for n, p in self._weights(model).items()
-        }
+        masked = {}
+        for name, p in self._weights(model).items():
+            owner = self.owner[name].to(p.device)
+            masked[name] = torch.where((owner > 0) & (owner <= k + 1), p, 0)
         return {n: v.detach() for n, v in {**masked, **self.own[k]}.items()}
 
     def _lock(self, model: nn.Module) -> None:
-        self._locks.release()
+        self._locks.release(model)
         k, weights, kept = len(self.tasks), self._weights(model), self._kept(model)
         for name in weights:
             self._locks.lock(model, name, self.owner[name] != k)
