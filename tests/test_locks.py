@@ -1,0 +1,59 @@
+import pytest
+import torch
+from torch import nn
+
+from everlearn.locks import Locks
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_locked_entries_stay_bit_for_bit_whatever_a_step_does(dtype):
+    model, locks = nn.Linear(5, 4).to(dtype), Locks()
+    before = model.weight.detach().clone()
+    before[0, 0] = -0.0
+    with torch.no_grad():
+        model.weight.copy_(before)
+    mask = torch.rand(4, 5) > 0.5
+    mask[0, :2] = torch.tensor([True, False])
+    locks.lock(model, "weight", mask)
+    model.weight.grad = torch.full_like(model.weight, float("nan"))
+    locks.mask_gradients(model)
+    assert (model.weight.grad[mask] == 0).all() and model.weight.grad[~mask].isnan().all()
+    after = torch.randn(4, 5).to(dtype)
+    after[0, 0] = float("nan")
+    with torch.no_grad():
+        model.weight.copy_(after)
+    with pytest.raises(ValueError, match=r"moved locked entries of weight.*EWC.before_step"):
+        locks.check(model, "EWC")
+    locks.restore(model)
+    locks.check(model, "EWC")
+    assert torch.equal(model.weight[mask], before[mask]) and torch.equal(model.weight[~mask], after[~mask])
+    assert model.weight[0, 0].signbit()
+
+
+def test_a_parameter_locked_as_a_whole_has_no_gradient_unless_another_gives_it_one():
+    model, locks = nn.Linear(5, 4), Locks()
+    locks.lock(model, "bias", torch.ones(4, dtype=torch.bool))
+    before = model.bias.detach().clone()
+    model.bias.grad = torch.ones(4)
+    locks.mask_gradients(model)
+    assert model.bias.grad is None
+    model.bias.grad = torch.ones(4)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    locks.restore(model)
+    assert torch.equal(model.bias, before)
+
+
+def test_nothing_is_locked_by_an_empty_mask():
+    model, locks = nn.Linear(5, 4), Locks()
+    locks.lock(model, "bias", torch.zeros(4, dtype=torch.bool))
+    assert not locks.masks
+
+
+def test_released_it_learns_again():
+    model, locks = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)), Locks()
+    locks.hold_statistics(model, [n for n, _ in model.named_buffers()])
+    model.train()(torch.randn(8, 5))
+    assert model[1].num_batches_tracked == 0
+    locks.release(model)
+    model.train()(torch.randn(8, 5))
+    assert model[1].num_batches_tracked == 1
