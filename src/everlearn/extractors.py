@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from everlearn.columns import Hook, plain, take_off
-from everlearn.params import evaluating
+from everlearn.params import evaluating, grown
+from everlearn.seeds import seeded
 
 
 class Extractors(nn.Module):
@@ -61,12 +62,23 @@ class Extractors(nn.Module):
             return torch.cat([*self.earlier(x), features(inner, self.output, x)], -1)
 
     @torch.no_grad()
-    def write(self, layer: nn.Linear, weight: Tensor, bias: Tensor | None) -> None:
-        """Give the classifier other weights, those for the newest extractor to the user's output layer."""
-        for own, new in zip([*self.blocks, layer.weight], weight.chunk(len(self) + 1, 1), strict=True):
+    def classifier(self, layer: nn.Linear) -> nn.Linear:
+        """A copy of the whole classifier as one layer, from the user's output layer and the other blocks."""
+        blocks = [grown(w, layer.weight.shape) for w in [*self.blocks, layer.weight]]
+        with seeded(0):
+            whole = wider(layer, len(blocks) * layer.in_features)
+        whole.weight.copy_(torch.cat(blocks, 1))
+        if layer.bias is not None:
+            whole.bias.copy_(layer.bias)
+        return whole
+
+    @torch.no_grad()
+    def write(self, layer: nn.Linear, whole: nn.Linear) -> None:
+        """Give the classifier the weights of a layer such as ``classifier`` gives."""
+        for own, new in zip([*self.blocks, layer.weight], whole.weight.chunk(len(self) + 1, 1), strict=True):
             own.copy_(new)
-        if bias is not None:
-            layer.bias.copy_(bias)
+        if layer.bias is not None:
+            layer.bias.copy_(whole.bias)
 
     @torch.no_grad()
     def widen(self, outputs: int) -> None:
@@ -134,6 +146,11 @@ def features(net: nn.Module, output: str, *args: Any, **kwargs: Any) -> Tensor:
             "feature vector. Name the right layer with output=…."
         )
     return seen[0]
+
+
+def wider(layer: nn.Linear, inputs: int) -> nn.Linear:
+    """A new layer with the outputs of another, drawn as torch does."""
+    return nn.Linear(inputs, layer.out_features, layer.bias is not None, layer.weight.device, layer.weight.dtype)
 
 
 def _ask(extractors: Extractors, net: nn.Module, args: Any, kwargs: Any) -> None:

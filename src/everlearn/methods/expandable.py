@@ -10,19 +10,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from everlearn.balance import fitted, scaled, viewed
 from everlearn.columns import plain, take_off
-from everlearn.extractors import Extractors
+from everlearn.extractors import Extractors, wider
 from everlearn.heads import output_layer
 from everlearn.isolation import filled
 from everlearn.likelihood import Categorical
 from everlearn.method import NonNegative, Range
 from everlearn.params import Params, check_finite, unwrap
 from everlearn.replay import Replay, Rows
-from everlearn.seeds import derive, generator, seeded
+from everlearn.seeds import derive, seeded
 from everlearn.stream import Batch, Transform, as_task
 
 CHUNK = 256  # examples per pass when a task has ended
-BATCH = 128  # of the balanced fine-tuning
 
 
 @dataclass(eq=False)
@@ -33,7 +33,7 @@ class ExpandableRepresentation(Replay):
         classifier:     out = W Φ(x) + b, one for all classes; W's columns for φ_T start anew, the others go on
         loss:           CE(W Φ + b, y) + auxiliary · CE(A φ_T + a, y′)   over new and remembered examples as one batch
                         y′ = 0 for what was there before this task, 1 … n for the task's n new classes; no A in task 1
-        after the task: W, b drawn anew and learned with fixed Φ on equally many examples of all classes, softmax(out / temperature)
+        after the task: W, b learned on, Φ fixed, from equally many examples of all classes, with softmax(out / temperature)
 
     Your model is always the newest extractor: φ is what its output layer is given, ``model(x)`` gives ``out`` in any loop, and
     the rest of W and the auxiliary head are ``method.parameters()``. Memory is filled when a task ends.
@@ -45,14 +45,16 @@ class ExpandableRepresentation(Replay):
             "balanced" (equal shares, at random), "reservoir" or "ring" as in other replay.
         auxiliary: weight of the auxiliary loss.
         tune_epochs: passes of the fine-tuning at the end of a task; 0 for none.
+        tune_from: where it starts: the classifier as "learned", or drawn "anew" as in the paper, which needs a larger memory.
         tune_lr: its learning rate.
-        temperature: its softmax's; the weights are divided by it afterwards, so that outputs are what was fitted.
+        temperature: its softmax's; what is learned is kept divided by it, so that outputs are those that were fitted.
         output: name of the output layer; by default the last ``nn.Linear``.
     """
 
     policy: Literal["herding", "balanced", "reservoir", "ring"] = field(default="herding", kw_only=True)  # type: ignore[assignment]
     auxiliary: NonNegative = field(default=1.0, kw_only=True)
     tune_epochs: Annotated[int, Range(0)] = field(default=50, kw_only=True)
+    tune_from: Literal["learned", "anew"] = field(default="learned", kw_only=True)
     tune_lr: NonNegative = field(default=0.05, kw_only=True)
     temperature: Annotated[float, Range(1e-3)] = field(default=5.0, kw_only=True)
     output: str | None = field(default=None, kw_only=True)
@@ -197,7 +199,7 @@ class ExpandableRepresentation(Replay):
             live.add(filled(inner, self.extractors[-1]), layer.weight)
         with seeded(derive(self.seed, "classifier", self.begun), layer.weight.device), torch.no_grad():
             live.widen(layer.out_features)
-            layer.weight.copy_(_like(layer, layer.in_features).weight)
+            layer.weight.copy_(wider(layer, layer.in_features).weight)
 
     def _name_classes(self, task: Any, layer: nn.Linear) -> None:
         """Which classes the task brings, as far as its table tells, and an auxiliary head for them."""
@@ -253,67 +255,23 @@ class ExpandableRepresentation(Replay):
             return
         for at in torch.arange(len(old)).split(CHUNK):
             x = tree_map(lambda v, at=at: v[at], memory["x"])
-            x = _viewed(x, memory["t"][at], self._views, view)
+            x = viewed(x, memory["t"][at], self._views, view)
             seen.append(live.all_features(inner, tree_map(lambda v: v.to(phi.device), x)))
         y, t = (torch.cat([memory[n], rows[n]]) for n in ("y", "t"))
         groups = torch.stack([t, y]).unique(dim=1, return_inverse=True)[1]
         share = int(groups[: len(old)][old].bincount().max())
-        allowed, layer = getattr(task, "allowed", None), output_layer(inner, self.output)[1]
-        pool = Batch(torch.cat([*seen, phi]), y, t, allowed, as_task(task).likelihood).to(phi.device)
-        seed = derive(self.seed, "balance", self.tasks)
-        weight, bias = self.retrained(layer, pool, groups, share, seed)
-        live.write(layer, weight, bias)
-
-    def retrained(
-        self, layer: nn.Linear, pool: Batch, groups: Tensor, share: int, seed: int
-    ) -> tuple[Tensor, Tensor | None]:
-        """A classifier learned from features: an epoch is so many examples of every group, drawn anew."""
-        draws = generator(seed)
-        with seeded(seed, layer.weight.device), torch.enable_grad():
-            made = _like(layer, pool.x.shape[1])
-            optimizer = torch.optim.SGD(made.parameters(), self.tune_lr, momentum=0.9, weight_decay=5e-4)
-            for _ in range(self.tune_epochs):
-                for at in balanced(groups, share, draws).to(layer.weight.device).split(BATCH):
-                    part = pool.like(pool.x[at], pool.labels()[at], None if pool.t is None else pool.t[at])
-                    optimizer.zero_grad()
-                    part.loss(made(part.x) / self.temperature).backward()
-                    optimizer.step()
+        layer = output_layer(inner, self.output)[1]
+        pool = Batch(torch.cat([*seen, phi]), y, t, getattr(task, "allowed", None)).to(phi.device)
+        whole, seed = live.classifier(layer), derive(self.seed, "balance", self.tasks)
+        if self.tune_from == "learned":
+            scaled(whole, self.temperature)  # starts with the outputs it has
+        else:
+            with seeded(seed, phi.device):
+                whole.reset_parameters()
+        how = {"lr": self.tune_lr, "temperature": self.temperature}
+        made = scaled(fitted(whole, pool, groups, share, self.tune_epochs, seed, **how), 1 / self.temperature)
         check_finite(dict(made.named_parameters()))
-        bias = None if made.bias is None else made.bias.detach() / self.temperature
-        return made.weight.detach() / self.temperature, bias
-
-
-def balanced(groups: Tensor, share: int, draws: torch.Generator) -> Tensor:
-    """Places of so many rows of every group, in random order; those of a smaller group repeat, as evenly as can be.
-
-    >>> places = balanced(torch.tensor([0, 0, 0, 1]), 2, generator(0))
-    >>> sorted(torch.tensor([0, 0, 0, 1])[places].tolist()), (places == 3).sum().item()
-    ([0, 0, 1, 1], 2)
-    """
-    chosen = []
-    for g in range(int(groups.max()) + 1):
-        own = (groups == g).nonzero().flatten()
-        again = [own[torch.randperm(len(own), generator=draws)] for _ in range(-(-share // len(own)))]
-        chosen.append(torch.cat(again)[:share])
-    every = torch.cat(chosen)
-    return every[torch.randperm(len(every), generator=draws)]
-
-
-def _like(layer: nn.Linear, inputs: int) -> nn.Linear:
-    """A new layer of another width, drawn as torch does."""
-    return nn.Linear(inputs, layer.out_features, layer.bias is not None, layer.weight.device, layer.weight.dtype)
-
-
-def _viewed(x: Any, t: Tensor, views: dict[int, Transform | None], now: Transform | None) -> Any:
-    """Inputs of several tasks, each as its own task sees them in tests; tasks not met in this process as the current one."""
-    own = {k: views.get(k, now) for k in t.unique().tolist()}
-    if not any(own.values()):
-        return x
-    parts = [(t == k).nonzero().flatten() for k in own]
-    seen = [tree_map(lambda v, at=at: v[at], x) for at in parts]
-    seen = [part if view is None else view(part) for part, view in zip(seen, own.values(), strict=True)]
-    back = torch.cat(parts).argsort()
-    return tree_map(lambda *v: torch.cat(v)[back], *seen)
+        live.write(layer, made)
 
 
 def _check(inner: nn.Module, name: str, layer: nn.Linear) -> None:
