@@ -207,7 +207,9 @@ class ExpandableRepresentation(Replay):
         every = list(range(layer.out_features)) if table is None else table[number].nonzero().flatten().tolist()
         self.new = [c for c in every if c not in self.known] or every
         self.known = sorted({*self.known, *every})
-        if self._live is not None and self.begun:
+        if self._live is not None:
+            self._live.auxiliary = None
+        if self._live is not None and self.begun and self.auxiliary:
             with seeded(derive(self.seed, "auxiliary", self.begun), layer.weight.device):
                 like = layer.weight
                 self._live.auxiliary = nn.Linear(layer.in_features, len(self.new) + 1, True, like.device, like.dtype)
