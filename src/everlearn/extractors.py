@@ -91,7 +91,7 @@ class Extractors(nn.Module):
     def is_on(self, inner: nn.Module) -> bool:
         """Whether this model's output layer is told by these extractors."""
         hooks = inner.get_submodule(self.output)._forward_hooks.values()
-        return any(isinstance(h, Hook) and getattr(h.func, "__self__", None) is self for h in hooks)
+        return any(isinstance(h, Hook) and h.args[0] is self for h in hooks)
 
     def lead_into(self, inner: nn.Module, compiled: bool = False) -> None:
         """From now on the frozen extractors run before a model does, and its output layer is told what they see."""
@@ -100,20 +100,22 @@ class Extractors(nn.Module):
             torch.compiler.reset()  # or what was compiled before would go on without the hooks
         if not len(self):
             return
-        inner.register_forward_pre_hook(
-            Hook(torch.compiler.disable(_ask) if compiled else _ask, self), with_kwargs=True
-        )
-        inner.get_submodule(self.output).register_forward_hook(Hook(self.tell), with_kwargs=True)
-        inner.register_forward_hook(Hook(_forget, self))
+        hooks: list[Any] = [_ask, _tell, _forget]
+        if compiled:  # what passes from one to the other cannot be compiled
+            hooks = [torch.compiler.disable(hook) for hook in hooks]
+        ask, tell, forget = (Hook(hook, self) for hook in hooks)
+        inner.register_forward_pre_hook(ask, with_kwargs=True)
+        inner.get_submodule(self.output).register_forward_hook(tell, with_kwargs=True)
+        inner.register_forward_hook(forget)
 
-    def tell(self, layer: nn.Module, args: Any, kwargs: Any, out: Tensor) -> Tensor:
+    def tell(self, newest: Tensor, out: Tensor) -> Tensor:
         """To what the output layer makes of the newest features, what the classifier makes of the others."""
         if self._before is None:
             raise RuntimeError(
                 f"The extractors work together: call the model as a whole, not its part {self.output} alone, nor twice."
             )
         if self.listening:
-            self.newest, self.listening = args[0] if args else kwargs["input"], False
+            self.newest, self.listening = newest, False
         said = [F.linear(h, w) for h, w in zip(self._before, self.blocks, strict=True)]
         self._before = None
         return out + F.pad(sum(said[1:], said[0]), (0, out.shape[-1] - said[0].shape[-1]))
@@ -155,6 +157,10 @@ def wider(layer: nn.Linear, inputs: int) -> nn.Linear:
 
 def _ask(extractors: Extractors, net: nn.Module, args: Any, kwargs: Any) -> None:
     extractors._before = extractors.earlier(*args, **kwargs)
+
+
+def _tell(extractors: Extractors, layer: nn.Module, args: Any, kwargs: Any, out: Tensor) -> Tensor:
+    return extractors.tell(args[0] if args else kwargs["input"], out)
 
 
 def _forget(extractors: Extractors, net: nn.Module, args: Any, out: Any) -> None:
