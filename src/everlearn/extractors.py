@@ -91,12 +91,11 @@ class Extractors(nn.Module):
     def is_on(self, inner: nn.Module) -> bool:
         """Whether this model's output layer is told by these extractors."""
         hooks = inner.get_submodule(self.output)._forward_hooks.values()
-        return any(isinstance(h, Hook) and h.args[0] is self for h in hooks)
+        return any(isinstance(h, Hook) and h.args[:1] == (self,) for h in hooks)
 
     def lead_into(self, inner: nn.Module, compiled: bool = False) -> None:
         """From now on the frozen extractors run before a model does, and its output layer is told what they see."""
-        take_off(inner)
-        if compiled:
+        if (take_off(inner) or len(self)) and compiled:
             torch.compiler.reset()  # or what was compiled before would go on without the hooks
         if not len(self):
             return

@@ -300,6 +300,32 @@ def test_a_growing_head(small_stream):
     assert [len(b) for b in method._live.blocks] == [6, 6]
 
 
+def test_plain_data_without_numbers_or_tables():
+    torch.manual_seed(0)
+    model, method = nets.mlp(5, 4, hidden=(6,)), ExpandableRepresentation(8, tune_epochs=2)
+    x, y = torch.rand(40, 5), torch.arange(40) % 2
+    for k in range(2):
+        everlearn.train(model, method, (x, y + 2 * k), batch_size=20)
+    assert method.memory["t"].unique().tolist() == [-2, -1] and method.memory["y"].bincount().tolist() == [2] * 4
+    method.begin_task(model, (x, y))  # classes that were there before
+    whole = method.join(Batch(x[:4], y[:4]))
+    assert method.targets(whole.y, method._old).tolist() == [*(1 + y[:4]).tolist(), 0, 0, 0, 0]
+    with pytest.raises(ValueError, match=r"no examples of the task to remember; a generator can be read once only"):
+        method.end_task(model, iter([]))
+
+
+def test_classes_that_come_back_are_old():
+    allowed = torch.ones(2, 3, dtype=torch.bool)
+    data = torch.rand(30, 5), torch.arange(30) % 2
+    model, method = nets.mlp(5, 3, hidden=(6,)), ExpandableRepresentation(8, tune_epochs=1)
+    first = allowed.clone()
+    first[:, 2] = False
+    everlearn.train(model, method, Task(data, id=0, allowed=first))
+    method.begin_task(model, Task((data[0], data[1] + 1), id=1, allowed=allowed))
+    assert method.new == [2] and method._live.auxiliary.out_features == 2
+    assert method.targets(torch.tensor([1, 2]), torch.tensor([False, False])).tolist() == [0, 1]
+
+
 def test_copies_and_taking_it_off(learned):
     model, method, stream = learned(2)
     x = next(stream[1].examples(20)).x

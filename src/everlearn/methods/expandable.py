@@ -17,7 +17,7 @@ from everlearn.heads import output_layer
 from everlearn.isolation import filled
 from everlearn.likelihood import Categorical
 from everlearn.method import NonNegative, Range
-from everlearn.params import Params, check_finite, unwrap
+from everlearn.params import Params, check_finite, unwrap, wide
 from everlearn.replay import Replay, Rows
 from everlearn.seeds import derive, seeded
 from everlearn.stream import Batch, Transform, as_task
@@ -82,7 +82,7 @@ class ExpandableRepresentation(Replay):
         number = getattr(task, "id", None)
         if self._is_new(number):
             if self.begun:
-                self._expand(inner, name, layer)
+                self._expand(inner, layer)
             else:
                 self.seed = torch.initial_seed()
             self._name_classes(task, layer)
@@ -190,7 +190,7 @@ class ExpandableRepresentation(Replay):
             raise ValueError(f"Task {self.current} has not ended: call end_task(model, task) before the next begins.")
         return new
 
-    def _expand(self, inner: nn.Module, name: str, layer: nn.Linear) -> None:
+    def _expand(self, inner: nn.Module, layer: nn.Linear) -> None:
         """The extractor as it is, frozen, with its part of the classifier; the model's own part of it starts anew."""
         live, own = self._extractors(inner), {id(p) for p in layer.parameters()}
         tensors = [*inner.named_parameters(), *inner.named_buffers()]
@@ -247,24 +247,30 @@ class ExpandableRepresentation(Replay):
         for batch in as_task(task).examples(CHUNK):
             found.append(live.all_features(inner, batch.to(device).x))
             kept.append(self.columns(batch, batch.labels()))
+        if not kept:
+            raise ValueError(
+                f"There are no examples of {as_task(task)} to remember; a generator can be read once only: give a list or a "
+                "DataLoader."
+            )
         return torch.cat(found), {n: tree_map(lambda *v: torch.cat(v), *(k[n] for k in kept)) for n in ("x", "y", "t")}
 
     def _balance(self, inner: nn.Module, live: Extractors, task: Any, phi: Tensor, rows: Rows) -> None:
-        """Learn the classifier anew, every class of every task as often as any other."""
+        """Let the classifier learn on, or anew, from every class of every task as often as from any other."""
         memory, view, seen = self.memory.rows(), getattr(task, "eval_transform", None), []
-        old = ~torch.isin(memory["t"], rows["t"].unique())
+        old = ~torch.isin(memory["t"], rows["t"].cpu().unique())
         if not old.any():
             return
         for at in torch.arange(len(old)).split(CHUNK):
             x = tree_map(lambda v, at=at: v[at], memory["x"])
             x = viewed(x, memory["t"][at], self._views, view)
             seen.append(live.all_features(inner, tree_map(lambda v: v.to(phi.device), x)))
-        y, t = (torch.cat([memory[n], rows[n]]) for n in ("y", "t"))
+        y, t = (torch.cat([memory[n], rows[n].cpu()]) for n in ("y", "t"))
         groups = torch.stack([t, y]).unique(dim=1, return_inverse=True)[1]
         share = int(groups[: len(old)][old].bincount().max())
         layer = output_layer(inner, self.output)[1]
-        pool = Batch(torch.cat([*seen, phi]), y, t, getattr(task, "allowed", None)).to(phi.device)
-        whole, seed = live.classifier(layer), derive(self.seed, "balance", self.tasks)
+        inputs = torch.cat([*seen, phi]).to(wide(layer.weight))
+        pool = Batch(inputs, y, t, getattr(task, "allowed", None)).to(phi.device)
+        whole, seed = live.classifier(layer).to(inputs.dtype), derive(self.seed, "balance", self.tasks)
         if self.tune_from == "learned":
             scaled(whole, self.temperature)  # starts with the outputs it has
         else:
