@@ -77,6 +77,12 @@ def test_old_features_stay_bit_for_bit(net, optimizer, small_stream):
     other, again = reloaded(model, method, NETS[net](stream))
     assert torch.equal(again.predict(other.eval(), x), said)
     assert torch.equal(phi(again, other, x), torch.cat(seen, 1))
+    used, once = ExpandableRepresentation(30, tune_epochs=2), NETS[net](stream)
+    for task in stream.tasks[:2]:
+        everlearn.train(once, used, task, batch_size=64)
+    once.load_state_dict(model.state_dict())
+    used.load_state_dict(method.state_dict())
+    assert torch.equal(used.predict(once.eval(), x), said), "also into one that had learned something else"
 
 
 def test_the_facts_are_what_answers_need(learned):
@@ -180,6 +186,37 @@ def test_fine_tuning_moves_the_classifier_alone(learned):
     once = copy.deepcopy([model.state_dict(), method.state_dict()])
     method.end_task(model, stream[1])
     assert repr([model.state_dict(), method.state_dict()]) == repr(once), "a task ends once"
+
+
+@pytest.mark.parametrize("tune_from", ["learned", "anew"])
+def test_where_fine_tuning_starts(tune_from, learned):
+    """With steps of length zero it ends there, outputs divided by the temperature."""
+    model, method, stream = learned(1, tune_from=tune_from, tune_lr=0.0, temperature=4.0)
+    method.begin_task(model, stream[1])
+    x = next(stream[1].examples(20)).x
+    before = method.predict(model.eval(), x)
+    method.end_task(model, stream[1])
+    after = method.predict(model, x)
+    if tune_from == "learned":
+        torch.testing.assert_close(after, before)
+    else:
+        weights = torch.cat([*method._live.blocks, model[5].weight], 1)
+        assert 0.9 < weights.abs().max() * 4 * 16**0.5 <= 1, "drawn as torch draws for all features together"
+        assert not torch.allclose(after, before)
+    assert all(p.grad is None for p in method.parameters()), "no optimizer goes on with them"
+
+
+def test_what_is_drawn_follows_the_seed(small_stream):
+    stream, drawn = small_stream("class"), []
+    state = nets.mlp(64, 6, hidden=(8,)).state_dict()
+    for seed in (1, 1, 2):
+        model, method = nets.mlp(64, 6, hidden=(8,)), ExpandableRepresentation(30, tune_epochs=0)
+        model.load_state_dict(state)
+        torch.manual_seed(seed)
+        everlearn.train(model, method, stream[0])
+        method.begin_task(model, stream[1])
+        drawn.append(torch.cat([model[3].weight, method._live.auxiliary.weight]))
+    assert torch.equal(drawn[0], drawn[1]) and not torch.isclose(drawn[0], drawn[2]).any()
 
 
 def test_without_fine_tuning_the_model_stays(learned):
