@@ -31,7 +31,7 @@ class ExpandableRepresentation(Replay):
 
         representation: Φ(x) = [φ₁(x) … φ_T(x)], φ_T starts as φ_{T-1}; φ₁ … φ_{T-1} are frozen, in evaluation mode
         classifier:     out = W Φ(x) + b, one for all classes; W's columns for φ_T start anew, the others go on
-        loss:           CE(W Φ + b, y) + auxiliary · CE(A φ_T + a, y′)   over new and remembered examples as one batch
+        loss:           L = CE(W Φ + b, y) + auxiliary · CE(A φ_T + a, y′), over new and remembered examples as one batch
                         y′ = 0 for what was there before this task, 1 … n for the task's n new classes; no A in task 1
         after the task: W, b learned on, Φ fixed, from equally many examples of all classes, with softmax(out / temperature)
 
