@@ -11,6 +11,7 @@ from everlearn.methods.der import DER, DERpp
 from everlearn.methods.er import ER
 from everlearn.methods.er_ace import ERACE
 from everlearn.methods.ewc import EWC
+from everlearn.methods.expandable import ExpandableRepresentation
 from everlearn.methods.freeze import Freeze
 from everlearn.methods.gem import GEM
 from everlearn.methods.generative import GenerativeReplay
@@ -45,6 +46,7 @@ __all__ = [
     "Categorical",
     "Chain",
     "DERpp",
+    "ExpandableRepresentation",
     "Freeze",
     "Gaussian",
     "GenerativeReplay",

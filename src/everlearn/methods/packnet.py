@@ -24,6 +24,7 @@ class PackNet(Isolation):
         pruning:    of each layer's weights owned by k the smallest share in magnitude is given up: zero, owned by nobody
         retraining: what is left learns on, the given-up ones stay zero
         f(x, k):    weights owned by tasks up to k, zero elsewhere
+        L = L_task, in the weights that task k owns
 
     Any weight that connects units is shared out like this (linear, convolution, attention, recurrent), if it is not frozen. The
     output layer is each task's own. A loop of your own speaks ``before_step`` and ``after_step``; set

@@ -21,6 +21,7 @@ class PNN(Isolation):
     """Progressive neural networks (Rusu et al., 2016).
 
         task k: a fresh network, column k; the columns of earlier tasks take part, frozen and in evaluation mode
+        L = L_task, in column k and its laterals
         layer:  h_i⁽ᵏ⁾ = f( W_i h_{i-1}⁽ᵏ⁾ + U σ(V [α_j h_{i-1}⁽ʲ⁾ for j < k]) ),  σ = ReLU, α_j a number
 
     Your model is always the newest column: ``model(x)`` is the current task's network, in any loop. When a task begins, the
