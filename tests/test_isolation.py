@@ -271,3 +271,31 @@ def test_compiled_models(kind, small_stream):
     assert all(e.grad is not None and e.grad.any() for e in method.parameters())
     learn(compiled, method, stream.tasks[1:])
     assert torch.equal(method.predict(compiled, x, 0), before)
+
+
+@KINDS
+def test_tasks_without_numbers_are_counted_and_must_end(kind):
+    model, method = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2)), kind()
+    data = torch.randn(16, 3), torch.arange(16) % 2
+    for _ in range(2):
+        everlearn.train(model, method, data, batch_size=8)
+    assert method.tasks == [0, 1]
+    assert torch.equal(method.predict(model, data[0], 0), method.answer(model.eval(), data[0], 0))
+    method.begin_task(model, data)
+    with pytest.raises(ValueError, match="Task 2 has not ended"):
+        method.begin_task(model, data)
+    again = kind()
+    again.load_state_dict(method.state_dict())
+    again.begin_task(model, data)  # a checkpoint of a task that is being learned
+    assert again.tasks == [0, 1, 2]
+
+
+@KINDS
+def test_the_task_of_each_example(kind, small_stream):
+    stream = small_stream()
+    model, method, x = mlp(), kind(), inputs(stream)
+    learn(model, method, stream.tasks[:2])
+    assert torch.equal(method.predict(model, x, [1] * 20), method.predict(model, x, 1))
+    assert method.predict(model, x[:0], torch.zeros(0)).shape == (0, 6)
+    with pytest.raises(ValueError, match="tasks of 5 examples for 20"):
+        method.predict(model, x, torch.zeros(5))

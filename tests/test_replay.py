@@ -168,3 +168,30 @@ def test_the_process_does_not_grow_with_the_stream():
     one_task = 2000 * 784 * 4
     assert method.memory.nbytes == held == 50 * (784 * 4 + 8 + 8)
     assert grown < 4 * one_task, "ten tasks would be ten times as much"
+
+
+@pytest.mark.parametrize("kind", [ER, DERpp, AGEM, GEM])
+def test_a_loop_that_shows_it_nothing_is_told(kind):
+    with pytest.raises(ValueError, match=r"seen no example.*method.loss\(model, Batch\(x, y\)\)"):
+        kind().end_task(nn.Linear(2, 2), None)
+    with pytest.raises(TypeError, match=r"write Batch\(x, y\)"):
+        kind().loss(nn.Linear(2, 2), (torch.randn(4, 2), torch.zeros(4, dtype=torch.long)))
+
+
+@pytest.mark.parametrize("kind", [AGEM, GEM])
+def test_a_loop_that_forgets_to_edit_is_told(kind):
+    model, method = nn.Linear(2, 2), kind()
+    method.loss(model, Batch(torch.randn(4, 2), torch.zeros(4, dtype=torch.long))).backward()
+    method.end_task(model, None)  # a first task has nothing to edit for
+    method.loss(model, Batch(torch.randn(4, 2), torch.zeros(4, dtype=torch.long))).backward()
+    with pytest.raises(ValueError, match="before_step was not called"):
+        method.end_task(model, None)
+    method.before_step(model)
+    method.end_task(model, None)
+
+
+def test_examples_of_another_shape_are_refused():
+    method = ER(10)
+    method.observe(Batch(torch.randn(4, 2), torch.zeros(4, dtype=torch.long)), torch.zeros(4, 2))
+    with pytest.raises(ValueError, match="do not go into one batch"):
+        method.loss(nn.Linear(3, 2), Batch(torch.randn(4, 3), torch.zeros(4, dtype=torch.long)))

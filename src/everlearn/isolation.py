@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from everlearn.heads import output_layer
 from everlearn.likelihood import Categorical
@@ -34,11 +34,12 @@ class Isolation(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.tasks: list[int] = []  # their numbers, in the order learned; one without a number gets a negative one
+        self.tasks: list[int] = []  # their numbers, in the order learned; one without a number gets the next
         self.rows: list[Tensor | None] = []  # the outputs each may be answered with
         self.own: list[Params] = []  # parameters and statistics that each task has for itself
         self.open: bool = False  # whether the last of them is still being learned
         self.classes: bool = True  # whether outputs are of classes, so that they tell how sure they are
+        self._loaded = False
 
     def enter(self, task: Any) -> bool:
         """Note that a task, or another part of the last one, begins; False if it had begun, as after loading a checkpoint."""
@@ -49,7 +50,7 @@ class Isolation(Method):
         if new:
             if number in self.tasks:
                 raise ValueError(f"Task {number} was learned before, and its sub-network is closed: give it a new id.")
-            self.tasks.append(-1 - len(self.tasks) if number is None else number)
+            self.tasks.append(max(self.tasks, default=-1) + 1 if number is None else number)
             self.rows.append(None)
         self.rows[-1] = None if allowed is None or number is None else allowed[number].clone()
         self.open, self.classes = True, isinstance(getattr(task, "likelihood", Categorical()), Categorical)
@@ -58,7 +59,8 @@ class Isolation(Method):
     def is_new(self, task: Any) -> bool:
         """Whether this is another task than the last one begun, and not a part of it."""
         number = getattr(task, "id", None)
-        new = not self.tasks or (not self.open if number is None else self.tasks[-1] != number)
+        goes_on = self.open and self._loaded  # after loading a checkpoint; else somebody has forgotten to end it
+        new = not goes_on if number is None else not self.tasks or self.tasks[-1] != number
         if new and self.open:
             raise ValueError(f"Task {self.tasks[-1]} has not ended: call end_task(model, task) before the next begins.")
         return new
@@ -68,7 +70,12 @@ class Isolation(Method):
         if not self.tasks:
             raise ValueError(f"{type(self).__name__}.end_task before any begin_task(model, task).")
         self.own = [*self.own[: len(self.tasks) - 1], own]
-        self.open = False
+        self.open = self._loaded = False
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what a method of the same kind had learned; the next ``begin_task`` puts it to work."""
+        super().load_state_dict(state)
+        self._loaded = True
 
     def answer(self, model: nn.Module, x: Any, k: int) -> Tensor:
         """What the sub-network of the k-th task says, counted from 0."""
@@ -81,15 +88,22 @@ class Isolation(Method):
             raise ValueError(f"Task {number} has not been learned; there are: {', '.join(map(str, done)) or 'none'}.")
         return done.index(number)
 
-    def predict(self, model: nn.Module, x: Any, task: Tensor | int | None = None) -> Tensor:
-        """Each example by the sub-network of its task, in evaluation mode; a task not learned yet by the model as it is."""
+    def predict(self, model: nn.Module, x: Any, task: Any = None) -> Tensor:
+        """Each example by the sub-network of its task, in evaluation mode; a task not learned yet by the model as it is.
+
+        ``task`` is the number of each example's task, or one number for all.
+        """
+        of = None if task is None else torch.as_tensor(task)
+        rows = len(tree_leaves(x)[0])
+        if of is not None and of.dim() and len(of) != rows:
+            raise ValueError(f"Got the tasks of {len(of)} examples for {rows} examples: give one number for each.")
         with evaluating(model):
-            if task is None and self.tasks:
-                return self._surest(model, x)
-            numbers = [] if task is None else [task] if isinstance(task, int) else task.unique().tolist()
+            if of is None:
+                return self._surest(model, x) if self.tasks else super().predict(model, x)
+            numbers = [int(n) for n in of.unique().tolist()]
             if len(numbers) < 2:
                 return self._by_number(model, x, numbers[0]) if numbers else super().predict(model, x)
-            parts = [(task == n).nonzero().flatten() for n in numbers]  # type: ignore[union-attr]
+            parts = [(of == n).nonzero().flatten() for n in numbers]
             said = [
                 self._by_number(model, tree_map(lambda v, at=at: v[at], x), n)
                 for n, at in zip(numbers, parts, strict=True)

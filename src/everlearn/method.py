@@ -95,6 +95,8 @@ class Method:
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Task loss plus penalty: the one call a training step needs."""
+        if not isinstance(batch, Batch):
+            raise TypeError(f"A loss is of a Batch, got a {type(batch).__name__}: write Batch(x, y).")
         whole = self.join(batch)
         out = model(whole.x)
         if not isinstance(out, Tensor):

@@ -44,6 +44,7 @@ class Replay(Method):
         self.tasks = 0
         self._transforms: dict[int, Transform | None] = {}
         self._now: Batch | None = None  # the current batch, for methods that replay after the backward pass
+        self._edited = False  # whether before_step was called, where it does something
 
     def observe(self, batch: Batch, out: Tensor) -> None:
         """New examples enter the memory."""
@@ -55,7 +56,17 @@ class Replay(Method):
 
     def end_task(self, model: nn.Module, task: Any) -> None:
         """Tasks without a number are counted."""
-        self.tasks, self._now = self.tasks + 1, None
+        if not self.memory.seen:
+            raise ValueError(
+                f"{type(self).__name__} has seen no example, so it remembers nothing: take the loss of your loop from "
+                "method.loss(model, Batch(x, y))."
+            )
+        forgotten = type(self).before_step is not Method.before_step and not self._edited
+        if forgotten and self._now is not None and (old := self.earlier(self._now)) is not None and old.any():
+            raise ValueError(
+                f"{type(self).__name__}.before_step was not called: it edits gradients, between backward() and step()."
+            )
+        self.tasks, self._now, self._edited = self.tasks + 1, None, False
 
     def columns(self, batch: Batch, out: Tensor) -> Rows:
         """What is kept of a batch."""

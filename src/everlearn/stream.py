@@ -94,7 +94,10 @@ class Batch:
         """Both as one, this one's rows first; what may be said of them is said as of this one."""
         if (self.y is None, self.t is None) != (other.y is None, other.t is None):
             raise ValueError("Batches add up if both have labels or neither has, and both have tasks or neither has.")
-        x = tree_map(lambda *v: torch.cat(v), self.x, other.x)
+        try:
+            x = tree_map(lambda *v: torch.cat(v), self.x, other.x)
+        except RuntimeError as error:
+            raise ValueError(f"These examples do not go into one batch: {error}") from None
         y = None if self.y is None or other.y is None else torch.cat([self.y, other.y])
         t = None if self.t is None or other.t is None else torch.cat([self.t, other.t])
         return self.like(x, y, t)

@@ -33,6 +33,7 @@ class AGEM(Replay):
 
     def before_step(self, model: nn.Module) -> None:
         """Take away from the gradient what would undo the old tasks."""
+        self._edited = True
         if self._now is None or (drawn := self.draw(self._now, self.earlier(self._now))) is None:
             return
         parameters = [p for p in model.parameters() if p.grad is not None]

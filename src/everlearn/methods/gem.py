@@ -37,6 +37,7 @@ class GEM(Replay):
 
     def before_step(self, model: nn.Module) -> None:
         """Turn the gradient so that it lowers, or leaves, every old task's loss."""
+        self._edited = True
         if self._now is None or not len(self.memory):
             return
         parameters = [p for p in model.parameters() if p.grad is not None]
