@@ -1,6 +1,6 @@
 """Everlearn: let a PyTorch model go on learning without forgetting."""
 
-from everlearn import curvature, heads, metrics, nets, optim, results, streams
+from everlearn import curvature, growth, heads, metrics, nets, optim, results, streams
 from everlearn.isolation import Isolation
 from everlearn.likelihood import Bernoulli, Categorical, Gaussian, Likelihood
 from everlearn.memory import Memory
@@ -11,6 +11,7 @@ from everlearn.methods.der import DER, DERpp
 from everlearn.methods.er import ER
 from everlearn.methods.er_ace import ERACE
 from everlearn.methods.ewc import EWC
+from everlearn.methods.expandnet import ExpandNet
 from everlearn.methods.freeze import Freeze
 from everlearn.methods.gem import GEM
 from everlearn.methods.generative import GenerativeReplay
@@ -45,6 +46,7 @@ __all__ = [
     "Categorical",
     "Chain",
     "DERpp",
+    "ExpandNet",
     "Freeze",
     "Gaussian",
     "GenerativeReplay",
@@ -62,6 +64,7 @@ __all__ = [
     "allowed_classes",
     "curvature",
     "evaluate",
+    "growth",
     "heads",
     "metrics",
     "nets",

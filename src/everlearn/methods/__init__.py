@@ -6,6 +6,7 @@ from everlearn.methods.der import DER, DERpp
 from everlearn.methods.er import ER
 from everlearn.methods.er_ace import ERACE
 from everlearn.methods.ewc import EWC
+from everlearn.methods.expandnet import ExpandNet
 from everlearn.methods.freeze import Freeze
 from everlearn.methods.gem import GEM
 from everlearn.methods.generative import GenerativeReplay
@@ -35,4 +36,5 @@ METHODS: dict[str, type[Method]] = {
     "packnet": PackNet,
     "pnn": PNN,
     "hat": HAT,
+    "expandnet": ExpandNet,
 }
