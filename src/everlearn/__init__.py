@@ -7,6 +7,7 @@ from everlearn.memory import Memory
 from everlearn.method import Chain, Method
 from everlearn.methods import METHODS
 from everlearn.methods.agem import AGEM
+from everlearn.methods.den import DEN
 from everlearn.methods.der import DER, DERpp
 from everlearn.methods.er import ER
 from everlearn.methods.er_ace import ERACE
@@ -30,6 +31,7 @@ from everlearn.trainer import evaluate, run, train
 
 __all__ = [
     "AGEM",
+    "DEN",
     "DER",
     "ER",
     "ERACE",

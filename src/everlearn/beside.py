@@ -163,9 +163,9 @@ class Beside:
     def _tensors(self, view: View, name: str) -> list[Params]:
         """What belongs to a layer's added units, block by block; of the one that learns only what is awake."""
         every = [b[name] for b in view.blocks]
-        if view.awake is None or (n := view.awake[name]) == len(every[-1]["weight"]):
+        if view.awake is None:
             return every
-        link, up, last = self.made[name], self.feeds.get(name), every[-1]
+        n, link, up, last = view.awake[name], self.made[name], self.feeds.get(name), every[-1]
         awake = {leaf: v[:n] for leaf, v in last.items()}
         if up is not None:
             awake["inner"] = awake["inner"][:, : view.count(up.producer) * up.repeat]
@@ -187,7 +187,8 @@ class Beside:
                 self._put(model, link, tensors, at, inputs)
                 at += len(tensors["weight"])
         if view.head is not None:
-            layers[self.head].weight[:, inputs[self.head] :] = view.head
+            new = layers[self.head].weight[:, inputs[self.head] :]
+            new.copy_(view.head[:, : new.shape[1]])
 
     def _put(self, model: nn.Module, link: Link, tensors: Params, at: int, inputs: dict[str, int]) -> None:
         producer: Any = model.get_submodule(link.producer)

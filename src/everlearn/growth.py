@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -81,6 +81,38 @@ def cut(model: nn.Module, link: Link, gate: Tensor) -> Link:
                 _replace(module, leaf, v[keep])
     _resize(producer, consumer, *norms)
     return replace(link, width=len(keep))
+
+
+@torch.no_grad()
+def reached(model: nn.Module, found: Sequence[Link], outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The units that some output depends on: breadth first from the outputs down, through weights that are not zero.
+
+    Args:
+        model: whose weights.
+        found: its links.
+        outputs: of some layers, which outputs to start from; of a layer that neither this nor a link tells, all.
+
+    >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
+    >>> _ = net[2].weight.data.copy_(torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]))
+    >>> reached(net, [Link("0", "2", (), 3)], {"2": torch.tensor([True, False])})
+    {'0': tensor([ True, False, False])}
+    """
+    inner, chosen = unwrap(model), dict(outputs)
+    waiting = {link.producer: link for link in found}
+
+    def rows(name: str) -> Tensor:
+        if name not in chosen:
+            link = waiting[name]
+            chosen[name] = heard(link.consumer).view(-1, link.repeat).any(1)
+        return chosen[name]
+
+    def heard(name: str) -> Tensor:
+        weight: Any = inner.get_submodule(name).weight
+        read = weight.reshape(*weight.shape[:2], -1).ne(0).any(2)
+        some: Tensor = read[rows(name)] if name in chosen or name in waiting else read
+        return some.any(0)
+
+    return {link.producer: rows(link.producer) for link in found}
 
 
 def columns(at: Tensor, repeat: int) -> Tensor:

@@ -133,9 +133,7 @@ def test_the_loss_is_that_of_the_validation_data_or_of_the_last_steps(valid, sma
         optimizer.step()
         if len(seen) == 4:
             (test,) = task.examples(1000, "test")
-            truth = float(
-                test.loss(model(test.x))
-            )  # not touched by what after_step does to locked weights: they had no gradient
+            truth = test.loss(model(test.x)).item()
         method.after_step(model)
     assert asked == [pytest.approx(truth if valid else (seen[2] + seen[3]) / 2, rel=1e-5)]
 

@@ -2,6 +2,7 @@
 
 from everlearn.method import Method
 from everlearn.methods.agem import AGEM
+from everlearn.methods.den import DEN
 from everlearn.methods.der import DER, DERpp
 from everlearn.methods.er import ER
 from everlearn.methods.er_ace import ERACE
@@ -36,5 +37,6 @@ METHODS: dict[str, type[Method]] = {
     "packnet": PackNet,
     "pnn": PNN,
     "hat": HAT,
+    "den": DEN,
     "expandnet": ExpandNet,
 }
