@@ -141,7 +141,7 @@ class Expanding(Isolation):
         if len(self.tasks) > 1:
             own = kept(model, self.output, rest=False)
             for name, p in named_with_frozen(model).items():
-                if name not in own:
+                if name not in own:  # locked, not frozen: without gradients torch's transformers round in another way
                     self._locks.lock(model, name, torch.ones_like(p, dtype=torch.bool))
             self._locks.hold_statistics(model, {n for n, _ in unwrap(model).named_buffers()})
 

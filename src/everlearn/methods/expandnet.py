@@ -46,7 +46,7 @@ class ExpandNet(Expanding):
     threshold: NonNegative = 0.05
     look: Annotated[float, Range(0, 1)] = 0.1
     rounds: Count = 3
-    max_units: Annotated[int, Range(0)] = 1000
+    max_units: Annotated[int, Range(0)] = 10_000
     sparsity: NonNegative = 0.5
 
     def __post_init__(self) -> None:
