@@ -126,20 +126,24 @@ class Beside:
     ) -> None:
         """Wake units of a block: from so many per layer to so many. What reads them is zero, so the model says the same.
 
-        What they read is drawn as in a new layer, from the units awake, ``before`` the block and in it.
+        What they read of the block itself, or of the model's input, is drawn as in a new layer. What they read of earlier units
+        starts at zero: those were made for other tasks, and drowned out the new ones where tasks are unlike.
         """
         for name, tensors in block.items():
             rows, up, weight = slice(old[name], new[name]), self.feeds.get(name), tensors["weight"]
             if (count := new[name] - old[name]) <= 0:
                 continue
-            read = (before[up.producer] + new[up.producer]) * up.repeat if up else 0
-            fan_in = (weight.shape[1] + read) * weight[0, 0].numel()
+            fed = up is not None and new[up.producer] > 0
+            skip, read = (
+                (n * up.repeat for n in (before[up.producer], before[up.producer] + new[up.producer])) if up else (0, 0)
+            )
+            fan_in = (read - skip if fed else weight.shape[1]) * weight[0, 0].numel()
             source = generator(seed, "units", name, old[name])
             for leaf, v in tensors.items():
-                if leaf in ("weight", "bias"):
+                if leaf == "bias" or (leaf == "weight" and not fed):
                     v[rows] = drawn((count, *v.shape[1:]), fan_in, v, source)
                 elif leaf == "inner":
-                    v[rows, :read] = drawn((count, read, *v.shape[2:]), fan_in, v, source)
+                    v[rows, skip:read] = drawn((count, read - skip, *v.shape[2:]), fan_in, v, source)
                 elif leaf.endswith((".weight", "_var")):
                     v[rows] = 1
 

@@ -257,6 +257,7 @@ def test_a_split_of_all_units_changes_nothing_for_the_task_and_all_for_the_other
     model.eval()
     now, drifted = model(x), [method.predict(model, x, numbered(x, k)) for k in (0, 1)]
     assert all((a - b).abs().max() > 1e-3 for a, b in zip(old, drifted, strict=True)), "old tasks have drifted"
+    method.drift = -1.0  # also a unit that has not moved at all, which reads others that have
     assert method.turn(model) == "split"
     torch.testing.assert_close(model(x), now, rtol=0, atol=1e-10)
     for k in (0, 1):

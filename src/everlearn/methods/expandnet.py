@@ -42,7 +42,7 @@ class ExpandNet(Expanding):
         sparsity: share of its first length that v would lose over a task if the loss did not hold it (c is that per step).
     """
 
-    units: Count = 32
+    units: Count = 64
     threshold: NonNegative = 0.05
     look: Annotated[float, Range(0, 1)] = 0.1
     rounds: Count = 3
