@@ -1,17 +1,19 @@
 """Everlearn: let a PyTorch model go on learning without forgetting."""
 
-from everlearn import curvature, heads, metrics, nets, optim, results, streams
+from everlearn import curvature, growth, heads, metrics, nets, optim, results, streams
 from everlearn.isolation import Isolation
 from everlearn.likelihood import Bernoulli, Categorical, Gaussian, Likelihood
 from everlearn.memory import Memory
 from everlearn.method import Chain, Method
 from everlearn.methods import METHODS
 from everlearn.methods.agem import AGEM
+from everlearn.methods.den import DEN
 from everlearn.methods.der import DER, DERpp
 from everlearn.methods.er import ER
 from everlearn.methods.er_ace import ERACE
 from everlearn.methods.ewc import EWC
 from everlearn.methods.expandable import ExpandableRepresentation
+from everlearn.methods.expandnet import ExpandNet
 from everlearn.methods.freeze import Freeze
 from everlearn.methods.gem import GEM
 from everlearn.methods.generative import GenerativeReplay
@@ -30,6 +32,7 @@ from everlearn.trainer import evaluate, run, train
 
 __all__ = [
     "AGEM",
+    "DEN",
     "DER",
     "ER",
     "ERACE",
@@ -46,6 +49,7 @@ __all__ = [
     "Categorical",
     "Chain",
     "DERpp",
+    "ExpandNet",
     "ExpandableRepresentation",
     "Freeze",
     "Gaussian",
@@ -64,6 +68,7 @@ __all__ = [
     "allowed_classes",
     "curvature",
     "evaluate",
+    "growth",
     "heads",
     "metrics",
     "nets",

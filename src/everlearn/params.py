@@ -105,7 +105,7 @@ def wide(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def check_finite(parameters: Params) -> None:
+def check_finite(parameters: Mapping[str, Tensor]) -> None:
     """Nothing can be remembered at a place that is no number."""
     if not all(v.isfinite().all() for v in parameters.values()):
         raise FloatingPointError(

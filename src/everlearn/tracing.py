@@ -65,7 +65,7 @@ def links(model: nn.Module, groups: Mapping[str, str | list[str]] | None = None)
             between them, ``{"conv1": ["norm1", "conv2"]}``.
 
     >>> links(nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 9, 2)))
-    [Link(producer='0', consumer='3', norms=(), width=4, repeat=9)]
+    [Link(producer='0', consumer='3', norms=(), width=4, repeat=9, rigid=False)]
     """
     inner = unwrap(model)
     if groups is not None:

@@ -57,3 +57,17 @@ def test_scores_that_are_no_accuracies_are_not_in_per_cent():
 def test_overview_shows_forgetting_in_brackets():
     text = overview([result(), result(method="joint", accuracy=0.9)])
     assert "37.5 (25.0)" in text and "class-incremental" in text and "1 seed" in text
+
+
+def test_what_grows_is_shown_task_by_task():
+    grows, stays = result(method="grows"), result(method="stays", accuracy=0.4)
+    grows.cost["facts"] = [{"units added": 0, "width": 3}, {"units added": 12, "width": 3}]
+    stays.cost["facts"] = [{"width": 3}, {"width": 3}]
+    *_, last = table([grows, stays]).split("\n\n")
+    assert [line.split() for line in last.splitlines()[::2]] == [
+        ["growth", "task", "1", "task", "2"], ["grows:", "units", "added", "0", "12"]
+    ]  # fmt: skip
+    assert "growth" not in table([stays])
+    grows.cost["facts"] = [{"units added": k} for k in range(25)]
+    *_, last = table([grows]).split("\n\n")
+    assert last.split()[1:-3][1:18:2] == [str(t) for t in range(1, 26, 3)] and last.split()[-1] == "24"

@@ -2,11 +2,13 @@
 
 from everlearn.method import Method
 from everlearn.methods.agem import AGEM
+from everlearn.methods.den import DEN
 from everlearn.methods.der import DER, DERpp
 from everlearn.methods.er import ER
 from everlearn.methods.er_ace import ERACE
 from everlearn.methods.ewc import EWC
 from everlearn.methods.expandable import ExpandableRepresentation
+from everlearn.methods.expandnet import ExpandNet
 from everlearn.methods.freeze import Freeze
 from everlearn.methods.gem import GEM
 from everlearn.methods.generative import GenerativeReplay
@@ -37,4 +39,6 @@ METHODS: dict[str, type[Method]] = {
     "pnn": PNN,
     "hat": HAT,
     "expandable": ExpandableRepresentation,
+    "den": DEN,
+    "expandnet": ExpandNet,
 }

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from everlearn.cutting import cut
 from everlearn.data import Batches
+from everlearn.growth import cut
 from everlearn.isolation import Isolation, call, filled, kept, remembered_state
 from everlearn.locks import Locks, seen_by_compiler, take_off
 from everlearn.method import NonNegative, Range

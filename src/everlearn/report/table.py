@@ -95,7 +95,7 @@ def _facts(result: Result) -> dict[str, Any]:
 
 
 def _metrics(group: Group) -> str:
-    """Two tables, each narrow enough for a terminal: what was reached, and what it cost."""
+    """Tables narrow enough for a terminal: what was reached, what it cost, and how that grew where it did."""
     joint = {_setting(r): r for rs in group.values() for r in rs if r.config["method"] == "joint"}
     reached = [
         ["method", "seeds", "average", "forgetting", "learning", "incremental", "backward", "forward", "intransigence"]
@@ -117,15 +117,29 @@ def _metrics(group: Group) -> str:
             _number([r.cost.get("peak_memory", 0) / 2**20 for r in rs], "{:.0f}"),
             _number([(r.cost.get("parameters") or [None])[-1] for r in rs], "{:,.0f}"),
             _number([(r.cost.get("state_bytes") or [0])[-1] / 1024 for r in rs], "{:,.0f}"),
-            *(_number([_told(r).get(name) for r in rs], "{:,.4g}") for name in told),
+            *(_short([_told(r).get(name) for r in rs]) for name in told),
         ])  # fmt: skip
-    return columns(reached) + "\n\n" + columns(spent)
+    return "\n\n".join(columns(rows) for rows in (reached, spent, _course(group)) if len(rows) > 1)
 
 
 def _told(result: Result) -> dict[str, float]:
     """What the method told of itself after the last task."""
     facts: list[dict[str, float]] = result.cost.get("facts") or [{}]
     return facts[-1]
+
+
+def _course(group: Group, most: int = 10) -> list[list[str]]:
+    """What methods told of themselves task by task, where it changed; of many tasks some, the last among them."""
+    told = {m: [facts for r in rs if (facts := r.cost.get("facts"))] for m, rs in group.items()}
+    tasks = max((len(facts) for runs in told.values() for facts in runs), default=0)
+    shown = [t for t in range(tasks) if (tasks - 1 - t) % -(-tasks // most) == 0]
+    rows = [["growth", *(f"task {t + 1}" for t in shown)]]
+    for method, runs in told.items():
+        for name in dict.fromkeys(name for facts in runs for after in facts for name in after):
+            if any(len({after.get(name) for after in facts}) > 1 for facts in runs):
+                known = [[facts[t].get(name) for facts in runs if t < len(facts)] for t in shown]
+                rows.append([f"{method}: {name}", *(_short(values) for values in known)])
+    return rows
 
 
 def _setting(result: Result) -> tuple[Any, str]:
@@ -162,3 +176,9 @@ def _spread(values: Sequence[float], name: str) -> str:
 def _number(values: Sequence[Any], form: str) -> str:
     known = [v for v in values if v is not None]
     return form.format(np.mean(known)) if known else "–"
+
+
+def _short(values: Sequence[Any]) -> str:
+    """Four digits, and large counts in full."""
+    large = any(v is not None and abs(v) >= 1000 for v in values)
+    return _number(values, "{:,.0f}" if large else "{:,.4g}")

@@ -1,0 +1,233 @@
+"""What growing methods share: units added beside the model's, each with the task it was added in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from everlearn.beside import Beside, Block, View
+from everlearn.columns import plain
+from everlearn.growth import columns, length, shrink_groups
+from everlearn.isolation import Isolation, call, filled, kept, remembered_state
+from everlearn.locks import Locks
+from everlearn.params import Params, check_finite, evaluating, grown, named_with_frozen, unwrap
+from everlearn.stream import Batch, Task
+
+START = 3**-0.5  # the norm of a new unit's weights, U(-1/√n, 1/√n) each
+
+
+@dataclass(eq=False)
+class Expanding(Isolation):
+    """A network that gets new units, and answers for every task with those it had when the task ended.
+
+    The model's own tensors keep their shapes, so checkpoints of it fit; added units are state of the method, beside the model.
+
+    Args:
+        groups: which layer's units go where, instead of tracing; see ``everlearn.tracing.links``.
+        output: name of the output layer, which every task has for itself; by default the last ``nn.Linear``.
+    """
+
+    groups: dict[str, Any] | None = field(default=None, kw_only=True)
+    output: str | None = field(default=None, kw_only=True)
+    free: ClassVar[bool] = False  # whether old units may read added ones
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.blocks: list[Block] = []  # the units of tasks that have ended
+        self.stamps: list[int] = []  # in which task each block was added, counted from 0
+        self.reads: list[Params] = []  # how each task's output layer reads added units
+        self.live: Block = {}  # the units of the task that is being learned; those asleep are zero
+        self.awake: dict[str, int] = {}
+        self.read: Params = {}
+        self.size = 0  # parameters of the model without its output layer
+        self.seed = 0
+        self.heard, self.hearings = 0.0, 0  # the training loss since it was asked for
+        self._task: Task | None = None
+        self._locks = Locks()
+        self._beside: Beside | None = None
+        self._stage: int | None = None  # the task that is asked for, counted from 0
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Those of the current task's units, also of units asleep, and how its output layer reads added units."""
+        every = [v for tensors in [*self.live.values(), self.read] for v in tensors.values()]
+        return [v for v in every if isinstance(v, nn.Parameter) and v.numel()]
+
+    def answer(self, model: nn.Module, x: Any, k: int) -> Tensor:
+        """With the units there were at the end of the k-th task, and its output layer."""
+        self._attach(model)
+        with self._as_task(k):
+            return call(model, self.own[k], x)
+
+    def growth(self) -> dict[int, dict[str, int]]:
+        """For every task, how many units it added to each layer."""
+        added: dict[int, dict[str, int]] = {number: {} for number in self.tasks[: len(self.own)]}
+        for k, block in zip(self.stamps, self.blocks, strict=True):
+            mine = added[self.tasks[k]]
+            for name, tensors in block.items():
+                mine[name] = mine.get(name, 0) + len(tensors["weight"])
+        return added
+
+    def facts(self) -> dict[str, float]:
+        """Units added so far, and parameters of the network with them and every task's output layer."""
+        if not self.own:
+            return {}
+        tensors = [*(v for own in self.own for v in own.values()), *(v for read in self.reads for v in read.values())]
+        tensors += [v for b in self.blocks for t in b.values() for n, v in t.items() if "running" not in n]
+        units = sum(n for added in self.growth().values() for n in added.values())
+        return {"units added": units, "all parameters": self.size + sum(v.numel() for v in tensors)}
+
+    def export(self, model: nn.Module, task: int) -> nn.Module:
+        """A plain module that answers as the task with this number: the model as wide as it was then."""
+        k = self.place(task)
+        beside = self._attach(model)
+        with plain(unwrap(model)):
+            alone = filled(model, self.own[k])
+        with self._as_task(k):
+            beside.build(alone, self._view())
+        Locks().release(alone)
+        return alone
+
+    def detach(self, model: nn.Module) -> None:
+        """Take off the added units and unlock everything; the model is then that of the first task, with the last's outputs."""
+        self._locks.release(model)
+        if self._beside is not None:
+            self._beside.take_off()
+        self._beside = None
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what another had learned; the next ``begin_task`` or ``predict`` puts it on a model."""
+        super().load_state_dict(state)
+        self._beside = None
+
+    def _attach(self, model: nn.Module) -> Beside:
+        if self._beside is None or self._beside.model is not unwrap(model):
+            self._beside = Beside(model, self.groups, self.output, self._view, self.free)
+        return self._beside
+
+    def _view(self) -> View:
+        """What takes part now: for a task that is asked for, its units; else all, and those awake of the current task."""
+        if self._stage is None and self.open:
+            if not self.live:
+                return View()
+            return View([*self.blocks, self.live], self.read.get("weight"), self.awake)
+        k = len(self.own) - 1 if self._stage is None else self._stage
+        blocks = [block for stamp, block in zip(self.stamps, self.blocks, strict=True) if stamp <= k]
+        return View(blocks, self.reads[k].get("weight") if k >= 0 else None)
+
+    @contextmanager
+    def _as_task(self, k: int) -> Iterator[None]:
+        self._stage, before = k, self._stage
+        try:
+            yield
+        finally:
+            self._stage = before
+
+    def _before(self, beside: Beside) -> dict[str, int]:
+        """How many units earlier tasks have added to each layer."""
+        there = View(self.blocks)
+        return {name: there.count(name) for name in beside.made}
+
+    def _lock(self, model: nn.Module) -> None:
+        """From the second task on, all of the model but its output layer."""
+        self._locks.release(model)
+        if len(self.tasks) > 1:
+            own = kept(model, self.output, rest=False)
+            for name, p in named_with_frozen(model).items():
+                if name not in own:  # locked, not frozen: without gradients torch's transformers round in another way
+                    self._locks.lock(model, name, torch.ones_like(p, dtype=torch.bool))
+            self._locks.hold_statistics(model, {n for n, _ in unwrap(model).named_buffers()})
+
+    def _make(self, beside: Beside, room: dict[str, int]) -> None:
+        """Units for the task, asleep: all zero, which no optimizer moves as long as they have no gradient."""
+        before = self._before(beside)
+        self.live = {
+            name: {n: v if "running" in n else nn.Parameter(v) for n, v in tensors.items()}
+            for name, tensors in beside.empty(before, room).items()
+        }
+        self.awake = dict.fromkeys(beside.made, 0)
+        if link := beside.feeds.get(beside.head):
+            head: Any = beside.model.get_submodule(beside.head).weight
+            old = self.reads[-1].get("weight", head.new_zeros(len(head), 0))
+            width = (before[link.producer] + room[link.producer]) * link.repeat
+            self.read = {"weight": nn.Parameter(grown(old.to(head), (len(head), width)).clone())}
+
+    def _check(self, model: nn.Module) -> None:
+        """Nothing locked has moved, and all is finite."""
+        self._locks.check(model, type(self).__name__)
+        check_finite({str(i): p for i, p in enumerate([*unwrap(model).parameters(), *self.parameters()])})
+
+    def _settle(self, beside: Beside, alive: dict[str, Tensor]) -> None:
+        """Of the task's units, these become a block of the network."""
+        k = len(self.tasks) - 1
+        block, read = beside.part(self.live, self.read.get("weight"), self._before(beside), alive)
+        self.reads = [*self.reads[:k], {} if read is None else {"weight": read}]
+        if any(len(rows) for rows in alive.values()):
+            self.blocks.append(block)
+            self.stamps.append(k)
+        for p in self.parameters():
+            p.grad = None  # a live optimizer would go on moving them
+        self.live, self.awake, self.read = {}, {}, {}
+
+    def _keep(self, model: nn.Module) -> None:
+        """The task's output layer, and that it has ended."""
+        if len(self.reads) < len(self.tasks):
+            self.reads.append({})
+        own = kept(model, self.output, rest=False)
+        self.size = sum(p.numel() for n, p in named_with_frozen(model).items() if n not in own)
+        self.leave(remembered_state(model, own))
+
+    def _groups(self, beside: Beside, name: str) -> tuple[list[Tensor], float]:
+        """What decides whether each unit says anything, and its length at first: its scale after BatchNorm, or what it reads."""
+        tensors, last = self.live[name], f"norm{len(beside.made[name].norms) - 1}"
+        if f"{last}.weight" in tensors:  # which undoes any scale before it
+            return [tensors[f"{last}.weight"], tensors[f"{last}.bias"]], 1.0
+        return [tensors[n] for n in ("weight", "inner", "bias") if n in tensors], START
+
+    @torch.no_grad()
+    def _shrink(self, beside: Beside, share: float) -> None:
+        """The group lasso's proximal step for the units awake, by a share of their first length."""
+        for name, n in self.awake.items():
+            if n:
+                groups, size = self._groups(beside, name)
+                left = shrink_groups([g[:n] for g in groups], share * size)
+                if not left.all():
+                    self._silence(beside, name, (~left).nonzero().flatten())
+
+    def _silence(self, beside: Beside, name: str, dead: Tensor) -> None:
+        """Nobody reads a unit that reads nothing, so it can go without a trace even where f(0) is not 0."""
+        link = beside.made[name]
+        read = columns(dead + View(self.blocks).count(name), link.repeat)
+        if "out" in self.live[name]:
+            self.live[name]["out"][:, columns(dead, link.repeat)] = 0
+        if link.consumer in self.live:
+            self.live[link.consumer]["inner"][:, read] = 0
+        if link.consumer == beside.head:
+            self.read["weight"][:, read] = 0
+
+    def _alive(self, beside: Beside) -> dict[str, Tensor]:
+        """The units awake that read something."""
+        awake = self.awake.items()
+        return {n: length([g[:a] for g in self._groups(beside, n)[0]]).nonzero().flatten() for n, a in awake}
+
+    def _hear(self, batch: Batch, out: Tensor) -> None:
+        if self._task is None or self._task.valid is None:
+            self.heard += float(batch.loss(out))
+            self.hearings += 1
+
+    @torch.no_grad()
+    def _loss(self, model: nn.Module) -> float:
+        """On the validation data, or else what was heard in training."""
+        if self._task is None or self._task.valid is None:
+            mean = self.heard / self.hearings if self.hearings else 0.0
+            self.heard, self.hearings = 0.0, 0
+            return mean
+        total, device = [], next(unwrap(model).parameters()).device
+        with evaluating(model):
+            for batch in self._task.examples(256, "valid", most=2048):
+                total.append((float((b := batch.to(device)).loss(model(b.x))) * len(b), len(b)))
+        return sum(loss for loss, _ in total) / sum(n for _, n in total)

@@ -1,0 +1,124 @@
+"""ExpandNet: what is learned stays, and a network that cannot do a task grows until it can."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor, nn
+
+from everlearn.expanding import Expanding
+from everlearn.method import NonNegative, Range
+from everlearn.seeds import derive
+from everlearn.stream import Batch, as_task
+
+Count = Annotated[int, Range(1)]
+
+
+@dataclass(eq=False)
+class ExpandNet(Expanding):
+    """ExpandNet, defined by this library: grow when, and as far as, a task needs it.
+
+        task 1:      plain training
+        task k > 1:  all that was learned is locked; a new output layer reads it, and learns alone at first
+        look:        if the loss is above the threshold, every growable layer gets new units, which read old and new ones and
+                     are read by new ones and the task's output layer alone (a block-triangular weight matrix)
+        lasso:       v ← v · max(0, 1 - c/‖v‖₂) after every step, v what a new unit reads; one that reads nothing is removed
+        f(x, k):     the units that there were at the end of task k
+
+    Nothing of an earlier task ever changes, bit for bit. Layers are found by tracing: linear or convolution layers with nothing
+    between them and the next that mixes units. New units that lead into no such layer (a residual stream) are heard there, from
+    their task on. A loop of your own speaks ``before_step`` and ``after_step``; set ``task.steps``, or call ``look_now(model)``
+    yourself, or else nothing grows.
+
+    Args:
+        units: new units per layer each time the network grows.
+        threshold: the loss up to which a task needs no more units: on the validation data of the task if it has any, or else
+            the mean training loss over the second half of the steps since the last look.
+        look: share of a task's steps after which to look at the loss, and again after as many.
+        rounds: how often to look, so a task gets at most units · rounds units per layer.
+        max_units: most units that a layer may get over all tasks.
+        sparsity: share of its first length that v would lose over a task if the loss did not hold it (c is that per step).
+    """
+
+    units: Count = 64
+    threshold: NonNegative = 0.05
+    look: Annotated[float, Range(0, 1)] = 0.1
+    rounds: Count = 3
+    max_units: Annotated[int, Range(0)] = 10_000
+    sparsity: NonNegative = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.look * self.rounds > 1:
+            raise ValueError(
+                f"ExpandNet looks at the loss after a share of the steps, rounds times: look * rounds = "
+                f"{self.look:g} * {self.rounds} must not exceed 1."
+            )
+        self.steps = 0
+        self._planned: int | None = None
+
+    def begin_task(self, model: nn.Module, task: Any) -> None:
+        """Lock what is learned; units that may be needed are made, asleep."""
+        self.is_new(task)
+        self._beside = None  # layers may have been replaced since
+        beside = self._attach(model)
+        if self.enter(task):
+            self.steps, self.heard, self.hearings = 0, 0.0, 0
+            self.live, self.awake, self.read = {}, {}, {}
+            if len(self.tasks) == 1:
+                self.seed = torch.initial_seed()
+            else:
+                there, most = self._before(beside), self.units * self.rounds
+                self._make(beside, {n: max(0, min(most, self.max_units - there[n])) for n in beside.made})
+        self._task = as_task(task)
+        self._planned = getattr(task, "steps", None)
+        self._lock(model)
+
+    def observe(self, batch: Batch, out: Tensor) -> None:
+        """Hear the training loss, where it will be needed."""
+        every = self._every
+        if self.live and (not every or (self.steps < every * self.rounds and self.steps % every >= every // 2)):
+            self._hear(batch, out)
+
+    def before_step(self, model: nn.Module) -> None:
+        """No gradient for what is locked."""
+        self._locks.mask_gradients(model)
+
+    def after_step(self, model: nn.Module) -> None:
+        """What is locked goes back to where it was, new units shrink; when it is time, look at the loss."""
+        self._locks.restore(model)
+        if self._planned and self.sparsity and any(self.awake.values()):
+            self._shrink(self._attach(model), self.sparsity / self._planned)
+        self.steps += 1
+        if self._every and self.steps % self._every == 0 and self.steps <= self._every * self.rounds:
+            self.look_now(model)
+
+    def end_task(self, model: nn.Module, task: Any) -> None:
+        """Remove units that read nothing, and keep the rest for good."""
+        self._check(model)
+        if self.live:
+            beside = self._attach(model)
+            self._settle(beside, self._alive(beside))
+        self._keep(model)
+
+    def look_now(self, model: nn.Module) -> bool:
+        """Grow if the loss is above the threshold; whether it was."""
+        if not self.live:
+            return False  # the first task learns in the network as it is
+        if high := self._loss(model) > self.threshold:
+            self._wake(model)
+        return high
+
+    @property
+    def _every(self) -> int | None:
+        """Steps from one look to the next."""
+        return None if self._planned is None else max(1, round(self._planned * self.look))
+
+    def _wake(self, model: nn.Module) -> None:
+        """The next units take part; nobody hears them yet, so the model says the same."""
+        beside, old = self._attach(model), self.awake
+        self.awake = {n: min(a + self.units, len(self.live[n]["weight"])) for n, a in old.items()}
+        seed = derive(self.seed, "expandnet", len(self.tasks), len(self.blocks))
+        beside.draw(self.live, self._before(beside), old, self.awake, seed)
