@@ -26,6 +26,7 @@ class ExpandNet(Expanding):
                      are read by new ones and the task's output layer alone (a block-triangular weight matrix)
         lasso:       v ← v · max(0, 1 - c/‖v‖₂) after every step, v what a new unit reads; one that reads nothing is removed
         f(x, k):     the units that there were at the end of task k
+        L = L_task, in the task's output layer and the new units
 
     Nothing of an earlier task ever changes, bit for bit. Layers are found by tracing: linear or convolution layers with nothing
     between them and the next that mixes units. New units that lead into no such layer (a residual stream) are heard there, from
