@@ -34,7 +34,7 @@ class DEN(Expanding):
         retrain:  S, the units that its outputs reach through weights that are not zero: L_task + l2·‖W_S‖² + λ·‖W_S - W_S*‖²
         expand:   if the loss is above the threshold, new units for every layer, which alone learn, with the group lasso on what
                   each reads; those that read nothing are removed
-        settle:   all weights, L_task + λ·‖W - W*‖², W* as before the task
+        settle:   all weights, L = L_task + λ·‖W - W*‖², W* as before the task
         split:    a unit i with ‖wᵢ - wᵢ*‖₂ > drift is copied: the copy goes on with wᵢ, the old one gets wᵢ* back; then as settle
         f(x, k):  the units that there were in task k, as they are now
 

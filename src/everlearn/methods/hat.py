@@ -63,6 +63,8 @@ class HAT(Isolation):
         self.seed = 0
         self._links: list[Link] = []
         self._used: Params = {}
+        self._free: Tensor | None = None  # 1 - u of all units, in the order of the embeddings
+        self._room = 0.0
         self._factors: Params = {}
         self._locks = Locks()
         self._answering: int | None = None
@@ -96,10 +98,11 @@ class HAT(Isolation):
         """The price of units that are not in use yet."""
         if not (self.open and self.strength and self.embedding):
             return 0.0
-        free = {n: 1 - u for n, u in self._used.items()}
-        asked = [a if (f := free.get(n)) is None else a * f for n, a in self._gates().items()]
-        room = sum(float(f.sum()) for f in free.values()) if free else sum(a.numel() for a in asked)
-        return self.strength * torch.cat(asked).sum() / room if room else 0.0
+        if not self._room:
+            return 0.0
+        every = (self._scale() * torch.cat(list(self.embedding.values()))).sigmoid()
+        asked = every if self._free is None else every.dot(self._free)
+        return asked.sum() * (self.strength / self._room)
 
     def observe(self, batch: Batch, out: Tensor) -> None:
         """Count the examples of the first step, which tell how many batches an epoch has."""
@@ -136,7 +139,10 @@ class HAT(Isolation):
         """Round the gates, and keep what is the task's own."""
         self._locks.check(model, "HAT")
         check_finite({**dict(unwrap(model).named_parameters()), **self.embedding})
-        self.masks = [*self.masks[: len(self.tasks) - 1], {n: g.detach().clone() for n, g in self._final().items()}]
+        self.masks = [
+            *self.masks[: len(self.tasks) - 1],
+            {n: self._settled(e.detach()) for n, e in self.embedding.items()},
+        ]
         self.leave(remembered_state(model, self._kept(model)))
 
     def answer(self, model: nn.Module, x: Any, k: int) -> Tensor:
@@ -171,11 +177,14 @@ class HAT(Isolation):
         take_off(model, Gate)
         self._locks.release(model)
 
-    def now(self, training: bool) -> Params:
-        """The gates of the task that is asked for, or learned."""
+    def gate(self, producer: str, training: bool) -> Tensor | None:
+        """The gates of a layer's units for the task that is asked for, or learned; None before the first task."""
         if self._answering is not None:
-            return self.masks[self._answering]
-        return self._gates() if training and self.open else self._final()
+            return self.masks[self._answering][producer]
+        e = self.embedding.get(producer)
+        if e is None:
+            return None
+        return (self._scale() * e).sigmoid() if training and self.open else self._settled(e)
 
     def _attach(self, model: nn.Module, data: Task | None = None) -> None:
         """Put the gates on the model, each before the layer that reads its units."""
@@ -223,13 +232,9 @@ class HAT(Isolation):
         else:
             self._rows = len(data.train)
 
-    def _gates(self) -> Params:
-        s = self._scale()
-        return {n: (s * e).sigmoid() for n, e in self.embedding.items()}
-
-    def _final(self) -> Params:
+    def _settled(self, e: Tensor) -> Tensor:
         """The gates as they will be at the end of the task."""
-        return {n: (self.smax * e).sigmoid() if self.soft else (e > 0).to(e.dtype) for n, e in self.embedding.items()}
+        return (self.smax * e).sigmoid() if self.soft else (e > 0).to(e.dtype)
 
     def _scale(self) -> float:
         """The slope s."""
@@ -252,6 +257,8 @@ class HAT(Isolation):
         self._locks.release(model)
         self._factors, earlier = {}, self.masks[: len(self.tasks) - 1]
         self._used = _union(earlier)
+        self._free = torch.cat([1 - u for u in self._used.values()]) if earlier else None
+        self._room = sum(len(e) for e in self.embedding.values()) if self._free is None else float(self._free.sum())
         if not earlier:
             return
         inner, kept = unwrap(model), self._kept(model)
@@ -284,10 +291,10 @@ class Gate:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The input, times the gates."""
-        gates, x = self.method.now(module.training), args[0]
-        if self.link.producer not in gates:
+        gate, x = self.method.gate(self.link.producer, module.training), args[0]
+        if gate is None:
             return args
-        a = repeated(gates[self.link.producer], self.link).to(x.device, x.dtype)
+        a = repeated(gate, self.link).to(x.device, x.dtype)
         return x * a.view([-1] if isinstance(module, nn.Linear) else [-1, *[1] * (x.dim() - 2)]), *args[1:]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Gate:
