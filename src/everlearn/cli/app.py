@@ -46,6 +46,8 @@ class Comparison(BaseModel):
     methods: str = Field("all", description="Methods, separated by commas, or 'all'.")
     scenario: str = Field("all", description="Any of task, domain, class, separated by commas, or 'all'.")
     seeds: int = Field(1, ge=1, description="How many seeds, counted from 0; several give a spread.")
+    epochs: int | None = Field(None, ge=1, description="Passes over each task's data; 10 by default.")
+    threads: int = Field(1, ge=1, description="Threads torch may use; small models are fastest with 1.")
     out: Path = Field(Path("runs/compare"), description="Folder of the results; what is there is not done again ...")
     force: bool = Field(False, description="... unless you force it.")
 
@@ -62,7 +64,8 @@ def compare(*, options: Annotated[Comparison, Parameter(name="*")] = Comparison(
     """
     o = options
     names = ",".join(["joint", *METHODS]) if o.methods == "all" else o.methods
-    plan = Plan(stream="digits", scenario=o.scenario, methods=names, seeds=o.seeds, threads=1, out=o.out)
+    facts = {"scenario": o.scenario, "seeds": o.seeds, "epochs": o.epochs, "threads": o.threads, "out": o.out}
+    plan = Plan(stream="digits", methods=names, **facts)
     code, results = _run_all(list(cells(plan)), plan, o.force, talk=False)
     if results:
         print(overview(results))
