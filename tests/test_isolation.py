@@ -31,6 +31,14 @@ def learn(model, method, tasks, **options):
         everlearn.train(model, method, task, optimizer=adamw, batch_size=32, **options)
 
 
+def step(model, method, batch, optimizer):
+    optimizer.zero_grad()
+    method.loss(model, batch).backward()
+    method.before_step(model)
+    optimizer.step()
+    method.after_step(model)
+
+
 def inputs(stream):
     return next(stream[0].examples(20, "test")).x
 
@@ -129,11 +137,7 @@ def test_copies_neither_disturb_nor_are_disturbed(kind, small_stream):
     method.begin_task(model, stream[1])
     optimizer = adamw([*model.parameters(), *method.parameters()])
     for batch in stream[1].batches(16):
-        optimizer.zero_grad()
-        method.loss(model, batch).backward()
-        method.before_step(model)
-        optimizer.step()
-        method.after_step(model)
+        step(model, method, batch, optimizer)
         assert torch.equal(method.predict(copy.deepcopy(model), x, 0), before)  # as when the best model so far is kept
     method.end_task(model, stream[1])
     assert torch.equal(method.predict(model, x, 0), before)
@@ -176,11 +180,7 @@ def test_export_in_the_middle_of_a_task_leaves_the_locks_on(kind, small_stream):
     optimizer = adamw([*model.parameters(), *method.parameters()])
     for batch in stream[1].batches(16):
         method.export(model, 0)
-        optimizer.zero_grad()
-        method.loss(model, batch).backward()
-        method.before_step(model)
-        optimizer.step()
-        method.after_step(model)
+        step(model, method, batch, optimizer)
     method.end_task(model, stream[1])
     assert torch.equal(method.predict(model, x, 0), before)
 

@@ -1,6 +1,7 @@
 """Everlearn: let a PyTorch model go on learning without forgetting."""
 
 from everlearn import curvature, growth, heads, metrics, nets, optim, results, streams
+from everlearn.batch import Batch
 from everlearn.isolation import Isolation
 from everlearn.likelihood import Bernoulli, Categorical, Gaussian, Likelihood
 from everlearn.memory import Memory
@@ -27,7 +28,7 @@ from everlearn.methods.si import SI
 from everlearn.penalty import QuadraticPenalty
 from everlearn.replay import Replay
 from everlearn.results import Result
-from everlearn.stream import Batch, Stream, Task, allowed_classes
+from everlearn.stream import Stream, Task, allowed_classes
 from everlearn.trainer import evaluate, run, train
 
 __all__ = [

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from everlearn.batch import Batch, Transform
 from everlearn.seeds import generator
-from everlearn.stream import Batch, Transform
 
 SIZE = 128  # examples per step
 

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from everlearn.batch import Batch
 from everlearn.data import Arrays
 from everlearn.likelihood import Categorical
 from everlearn.method import Method
-from everlearn.stream import Batch, Split, Stream, Task
+from everlearn.stream import Split, Stream, Task
 
 
 def check_run(method: object, stream: object, optimizer: object, seed: object, split: str) -> None:

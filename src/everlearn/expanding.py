@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from everlearn.batch import Batch
 from everlearn.beside import Beside, Block, View
 from everlearn.columns import plain
 from everlearn.growth import columns, length, shrink_groups
 from everlearn.isolation import Isolation, call, filled, kept, remembered_state
 from everlearn.locks import Locks
 from everlearn.params import Params, check_finite, evaluating, grown, named_with_frozen, unwrap
-from everlearn.stream import Batch, Task
+from everlearn.stream import Task
 
 START = 3**-0.5  # the norm of a new unit's weights, U(-1/√n, 1/√n) each
 
@@ -50,7 +49,6 @@ class Expanding(Isolation):
         self._task: Task | None = None
         self._locks = Locks()
         self._beside: Beside | None = None
-        self._stage: int | None = None  # the task that is asked for, counted from 0
 
     def parameters(self) -> list[nn.Parameter]:
         """Those of the current task's units, also of units asleep, and how its output layer reads added units."""
@@ -60,7 +58,7 @@ class Expanding(Isolation):
     def answer(self, model: nn.Module, x: Any, k: int) -> Tensor:
         """With the units there were at the end of the k-th task, and its output layer."""
         self._attach(model)
-        with self._as_task(k):
+        with self.as_task(k):
             return call(model, self.own[k], x)
 
     def growth(self) -> dict[int, dict[str, int]]:
@@ -87,7 +85,7 @@ class Expanding(Isolation):
         beside = self._attach(model)
         with plain(unwrap(model)):
             alone = filled(model, self.own[k])
-        with self._as_task(k):
+        with self.as_task(k):
             beside.build(alone, self._view())
         Locks().release(alone)
         return alone
@@ -111,21 +109,13 @@ class Expanding(Isolation):
 
     def _view(self) -> View:
         """What takes part now: for a task that is asked for, its units; else all, and those awake of the current task."""
-        if self._stage is None and self.open:
+        if self._asked is None and self.open:
             if not self.live:
                 return View()
             return View([*self.blocks, self.live], self.read.get("weight"), self.awake)
-        k = len(self.own) - 1 if self._stage is None else self._stage
+        k = len(self.own) - 1 if self._asked is None else self._asked
         blocks = [block for stamp, block in zip(self.stamps, self.blocks, strict=True) if stamp <= k]
         return View(blocks, self.reads[k].get("weight") if k >= 0 else None)
-
-    @contextmanager
-    def _as_task(self, k: int) -> Iterator[None]:
-        self._stage, before = k, self._stage
-        try:
-            yield
-        finally:
-            self._stage = before
 
     def _before(self, beside: Beside) -> dict[str, int]:
         """How many units earlier tasks have added to each layer."""

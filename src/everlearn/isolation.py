@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -40,6 +42,7 @@ class Isolation(Method):
         self.open: bool = False  # whether the last of them is still being learned
         self.classes: bool = True  # whether outputs are of classes, so that they tell how sure they are
         self._loaded = False
+        self._asked: int | None = None  # the task whose sub-network is to answer, counted from 0
 
     def enter(self, task: Any) -> bool:
         """Note that a task, or another part of the last one, begins; False if it had begun, as after loading a checkpoint."""
@@ -76,6 +79,15 @@ class Isolation(Method):
         """Take over what a method of the same kind had learned; the next ``begin_task`` puts it to work."""
         super().load_state_dict(state)
         self._loaded = True
+
+    @contextmanager
+    def as_task(self, k: int) -> Iterator[None]:
+        """Inside, hooks on the model serve the k-th task."""
+        self._asked, before = k, self._asked
+        try:
+            yield
+        finally:
+            self._asked = before
 
     def answer(self, model: nn.Module, x: Any, k: int) -> Tensor:
         """What the sub-network of the k-th task says, counted from 0."""

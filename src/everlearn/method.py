@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from torch import Tensor, nn
 
-from everlearn.stream import Batch
+from everlearn.batch import Batch
 
 
 @dataclass(frozen=True)

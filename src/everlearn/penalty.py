@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from everlearn.batch import Batch
 from everlearn.curvature.diagonal import Diagonal
 from everlearn.curvature.quadratic import FORMS, Form, Quadratic, total
 from everlearn.method import Method
 from everlearn.params import Params, check_finite, matching, named, named_with_frozen
-from everlearn.stream import Batch
 
 
 @dataclass(eq=False)

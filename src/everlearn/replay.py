@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from everlearn.batch import Batch, Transform
 from everlearn.memory import Memory
 from everlearn.method import Method, Range
 from everlearn.params import wide
 from everlearn.seeds import derive, seeded
-from everlearn.stream import Batch, Transform
 
 Rows = dict[str, Any]
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from everlearn.batch import Batch
 from everlearn.curvature.diagonal import Diagonal
 from everlearn.curvature.full import Full
 from everlearn.curvature.kronecker import Kronecker, Pair
@@ -19,7 +20,7 @@ from everlearn.curvature.quadratic import Form
 from everlearn.likelihood import Categorical, Likelihood
 from everlearn.params import Params, named
 from everlearn.seeds import generator
-from everlearn.stream import Batch, as_task
+from everlearn.stream import as_task
 
 MOST_IN_FULL = 30_000  # 3.6 GB in float32
 Labels = Literal["exact", "signs", "sample", "predicted", "true"]

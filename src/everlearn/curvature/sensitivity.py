@@ -10,11 +10,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from everlearn.batch import Batch
 from everlearn.curvature.diagonal import Diagonal
 from everlearn.curvature.persample.engine import PerExample, untouched
 from everlearn.curvature.persample.statistics import Elementwise
 from everlearn.likelihood import Gaussian
-from everlearn.stream import Batch, as_task
+from everlearn.stream import as_task
 
 log = logging.getLogger("everlearn")
 Norm = Literal["squared", "vector", "local"]

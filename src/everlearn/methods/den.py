@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from everlearn.batch import Batch
 from everlearn.beside import Beside
 from everlearn.columns import plain
 from everlearn.expanding import START, Expanding
@@ -18,7 +19,7 @@ from everlearn.method import NonNegative, Range
 from everlearn.params import Params, named_with_frozen, unwrap
 from everlearn.seeds import derive
 from everlearn.splitting import Twins, key, outside
-from everlearn.stream import Batch, as_task
+from everlearn.stream import as_task
 
 Share = Annotated[float, Range(0, 1)]
 Some = Annotated[int, Range(0)]

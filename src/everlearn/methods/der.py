@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from everlearn.batch import Batch
 from everlearn.method import NonNegative
 from everlearn.params import wide
 from everlearn.replay import Replay, Rows, loss_on
-from everlearn.stream import Batch
 
 
 def _stored_outputs(out: Tensor, rows: Rows) -> Tensor:

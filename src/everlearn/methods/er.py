@@ -7,8 +7,8 @@ from typing import Literal
 
 from torch import Tensor
 
+from everlearn.batch import Batch
 from everlearn.replay import Replay
-from everlearn.stream import Batch
 
 
 @dataclass(eq=False)

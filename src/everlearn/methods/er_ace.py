@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from everlearn.batch import Batch
 from everlearn.likelihood import Categorical
 from everlearn.replay import Replay, loss_on
-from everlearn.stream import Batch
 
 
 @dataclass(eq=False)

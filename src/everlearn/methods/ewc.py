@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from torch import Tensor, nn
 
+from everlearn.batch import Batch
 from everlearn.curvature.diagonal import Diagonal
 from everlearn.curvature.fisher import Labels, Structure, fisher
 from everlearn.curvature.kronecker import Kronecker
@@ -14,7 +15,6 @@ from everlearn.curvature.quadratic import Form, Quadratic, total
 from everlearn.method import NonNegative, Range
 from everlearn.params import Params
 from everlearn.penalty import QuadraticPenalty
-from everlearn.stream import Batch
 
 
 @dataclass(eq=False)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from everlearn.balance import fitted, scaled, viewed
+from everlearn.batch import Batch, Transform
 from everlearn.columns import plain, take_off
 from everlearn.extractors import Extractors, wider
 from everlearn.heads import output_layer
@@ -20,7 +21,7 @@ from everlearn.method import NonNegative, Range
 from everlearn.params import Params, check_finite, unwrap, wide
 from everlearn.replay import Replay, Rows
 from everlearn.seeds import derive, seeded
-from everlearn.stream import Batch, Transform, as_task
+from everlearn.stream import as_task
 
 CHUNK = 256  # examples per pass when a task has ended
 

@@ -8,10 +8,11 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor, nn
 
+from everlearn.batch import Batch
 from everlearn.expanding import Expanding
 from everlearn.method import NonNegative, Range
 from everlearn.seeds import derive
-from everlearn.stream import Batch, as_task
+from everlearn.stream import as_task
 
 Count = Annotated[int, Range(1)]
 

@@ -9,11 +9,12 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from everlearn.batch import Batch
 from everlearn.likelihood import Categorical
 from everlearn.method import Method, Range
 from everlearn.nets.vae import VAE
 from everlearn.seeds import derive, generator, seeded
-from everlearn.stream import Batch, as_task
+from everlearn.stream import as_task
 from everlearn.teacher import Teacher, answer, questions, remember, softened_kl, with_task
 
 

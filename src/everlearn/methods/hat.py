@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from everlearn.batch import Batch
 from everlearn.data import Batches
 from everlearn.growth import cut
 from everlearn.isolation import Isolation, call, filled, kept, remembered_state
@@ -17,7 +16,7 @@ from everlearn.locks import Locks, seen_by_compiler, take_off
 from everlearn.method import NonNegative, Range
 from everlearn.params import Params, check_finite, named_with_frozen, unwrap, wide
 from everlearn.seeds import generator
-from everlearn.stream import Batch, Task, as_task
+from everlearn.stream import Task, as_task
 from everlearn.tracing import Link, links, repeated, separate
 
 
@@ -67,7 +66,6 @@ class HAT(Isolation):
         self._room = 0.0
         self._factors: Params = {}
         self._locks = Locks()
-        self._answering: int | None = None
         self._examples = 0  # of the first step
         self._rows: int | None = None  # of the task's data
 
@@ -148,7 +146,7 @@ class HAT(Isolation):
     def answer(self, model: nn.Module, x: Any, k: int) -> Tensor:
         """With the gates of the k-th task and what is its own."""
         self._attach(model)
-        with self._as_task(k):
+        with self.as_task(k):
             return call(model, self.own[k], x)
 
     def capacity(self) -> dict[str, float]:
@@ -179,8 +177,8 @@ class HAT(Isolation):
 
     def gate(self, producer: str, training: bool) -> Tensor | None:
         """The gates of a layer's units for the task that is asked for, or learned; None before the first task."""
-        if self._answering is not None:
-            return self.masks[self._answering][producer]
+        if self._asked is not None:
+            return self.masks[self._asked][producer]
         e = self.embedding.get(producer)
         if e is None:
             return None
@@ -240,14 +238,6 @@ class HAT(Isolation):
         """The slope s."""
         low, last = 1 / self.smax, (self.batches or 2) - 1
         return low + (self.smax - low) * (min(self.batch / last, 1) if last else 1)
-
-    @contextmanager
-    def _as_task(self, k: int) -> Iterator[None]:
-        self._answering, before = k, self._answering
-        try:
-            yield
-        finally:
-            self._answering = before
 
     def _kept(self, model: nn.Module) -> Params:
         return kept(model, self.output, self.rest == "own")

@@ -8,12 +8,12 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor, nn
 
+from everlearn.batch import Batch
 from everlearn.curvature.divergence import output_kl
 from everlearn.heads import output_layer
 from everlearn.likelihood import Categorical, Likelihood
 from everlearn.method import Method, NonNegative, Range
 from everlearn.params import unwrap
-from everlearn.stream import Batch
 from everlearn.teacher import answer, check_known, questions, remember, softened_kl, with_task
 
 

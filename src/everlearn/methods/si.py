@@ -8,11 +8,11 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor, nn
 
+from everlearn.batch import Batch
 from everlearn.curvature.diagonal import Diagonal, grown_sum, on
 from everlearn.method import NonNegative, Range
 from everlearn.params import Params, check_finite, corner, grown, matching, named, named_with_frozen, remembered, wide
 from everlearn.penalty import QuadraticPenalty
-from everlearn.stream import Batch
 
 
 @dataclass(eq=False)

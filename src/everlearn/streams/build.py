@@ -10,10 +10,11 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 
+from everlearn.batch import Transform
 from everlearn.data import Arrays, Batches, Items, Source, as_source
 from everlearn.likelihood import Categorical, Likelihood
 from everlearn.seeds import generator, seeded
-from everlearn.stream import SCENARIOS, Scenario, Stream, Task, Transform, allowed_classes
+from everlearn.stream import SCENARIOS, Scenario, Stream, Task, allowed_classes
 from everlearn.streams.parts import Permutation, Rotation, View, labels_of, part
 
 

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from everlearn.batch import Batch
 from everlearn.checks import check_first_batch, check_outputs, explain_error
 from everlearn.data import Arrays, as_source
 from everlearn.method import Method
 from everlearn.params import evaluating
-from everlearn.stream import Batch, Split, Task
+from everlearn.stream import Split, Task
 from everlearn.trainer.training import device_of
 
 

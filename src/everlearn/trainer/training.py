@@ -14,10 +14,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from tqdm.auto import tqdm
 
+from everlearn.batch import Batch
 from everlearn.checks import check_first_batch, check_settings, check_task, explain_error, explain_loss
 from everlearn.cost import Clock
 from everlearn.method import Method
-from everlearn.stream import Batch, Task, as_task
+from everlearn.stream import Task, as_task
 
 OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
 SchedulerFactory = Callable[[Optimizer, int], LRScheduler]
