@@ -121,9 +121,10 @@ def stepping(model, method, task):
     start = time.perf_counter()
     for batch in batches:
         optimizer.zero_grad()
-        loss = method.loss(model, batch)
+        loss = method.loss(model, batch, pulled=True)
         loss.backward()
         loss.item()
+        method.pull(model)
         method.before_step(model)
         optimizer.step()
         method.after_step(model)

@@ -64,6 +64,49 @@ def test_value_and_gradient_are_those_of_the_quadratic(kind, double):
         torch.testing.assert_close(g, importance[n] * moved[n])
 
 
+STRUCTURES = [{}, {"mode": "online", "decay": 0.5}, {"structure": "kronecker"}, {"structure": "full"}, {"half": True}]
+
+
+@pytest.mark.parametrize(("kind", "settings"), [(L2, {}), (MAS, {}), *((EWC, s) for s in STRUCTURES)])
+def test_pulling_is_the_gradient_that_autograd_adds(kind, settings):
+    model, method = learned(kind, **settings)
+    shift(model)
+    train(model, method, data(), iterations=2, batch_size=8)  # another anchor: others than diagonals have a slope now
+    shift(model)
+    heads.grow_output(model, 5)
+    batch = Batch(*data(8))
+    method.loss(model, batch).backward()
+    truth = {n: p.grad for n, p in named(model).items()}
+    model.zero_grad()
+    method.loss(model, batch, pulled=True).backward()
+    alone = {n: p.grad.clone() for n, p in named(model).items()}
+    method.pull(model)
+    method.before_step(model)
+    for n, p in named(model).items():
+        torch.testing.assert_close(p.grad, truth[n])
+    assert any(not torch.equal(alone[n], truth[n]) for n in truth)
+
+
+def test_a_pull_that_is_forgotten_is_missed():
+    model, method = learned(EWC)
+    chain = method + Freeze()
+    chain.loss(model, Batch(*data(8)), pulled=True).backward()
+    with pytest.raises(ValueError, match=r"call EWC.pull\(model\) after backward"):
+        chain.before_step(model)
+    chain.pull(model)
+    chain.before_step(model)
+
+
+def test_what_lies_outside_the_loss_is_pulled_too():
+    model, method = learned(L2)
+    shift(model)
+    model.zero_grad()
+    truth = pulled(method, model)
+    model.zero_grad()
+    method.pull(model)
+    assert all(torch.equal(p.grad, truth[n]) for n, p in named(model).items())
+
+
 @pytest.mark.parametrize("kind", ANCHORED)
 def test_only_what_a_pattern_matches_is_held(kind):
     model, method = learned(kind, only="0.*")

@@ -1,4 +1,4 @@
-"""What a continual-learning method is: nine optional verbs, spoken at fixed places of a training loop."""
+"""What a continual-learning method is: ten optional verbs, spoken at fixed places of a training loop."""
 
 from __future__ import annotations
 
@@ -75,6 +75,13 @@ class Method:
         """What is added to the task loss. [summed]"""
         return 0.0
 
+    def pull(self, model: nn.Module) -> None:
+        """Add to ``p.grad`` the gradient of a penalty of the parameters alone, once per step. [in order]
+
+        Only for losses taken with ``pulled=True`` and for optimizers the method is attached to: where the penalty is part
+        of the loss, its gradient is there already. Adding it in place costs about half.
+        """
+
     def observe(self, batch: Batch, out: Tensor) -> None:
         """Remember what just passed, outputs detached; once per micro-batch. [all]"""
 
@@ -93,8 +100,14 @@ class Method:
 
     # Given.
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Task loss plus penalty: the one call a training step needs."""
+    def loss(self, model: nn.Module, batch: Batch, *, pulled: bool = False) -> Tensor:
+        """Task loss plus penalty: the one call a training step needs.
+
+        Args:
+            model: in training mode.
+            batch: of the task.
+            pulled: leave out penalties whose gradient ``pull(model)`` adds after ``backward()``.
+        """
         if not isinstance(batch, Batch):
             raise TypeError(f"A loss is of a Batch, got a {type(batch).__name__}: write Batch(x, y).")
         whole = self.join(batch)
@@ -106,9 +119,13 @@ class Method:
             )
         loss = self.task_loss(whole, out)
         out = out if whole is batch else out[: len(batch)]
-        penalty = self.penalty(model, batch, out)
+        penalty = (self.unpulled if pulled else self.penalty)(model, batch, out)
         self.observe(batch, out.detach())
         return loss if isinstance(penalty, float) and penalty == 0.0 else loss + penalty
+
+    def unpulled(self, model: nn.Module, batch: Batch, out: Tensor) -> Tensor | float:
+        """The penalty but for what ``pull`` adds."""
+        return self.penalty(model, batch, out)
 
     def parameters(self) -> Iterable[nn.Parameter]:
         """Trainable tensors of the method itself; most have none."""
@@ -188,10 +205,16 @@ class Chain(Method):
 
     def penalty(self, model: nn.Module, batch: Batch | None = None, out: Tensor | None = None) -> Tensor | float:
         """The sum."""
-        total: Tensor | float = 0.0
+        return _sum(m.penalty(model, batch, out) for m in self.methods)
+
+    def unpulled(self, model: nn.Module, batch: Batch, out: Tensor) -> Tensor | float:
+        """The sum."""
+        return _sum(m.unpulled(model, batch, out) for m in self.methods)
+
+    def pull(self, model: nn.Module) -> None:
+        """Each in order."""
         for m in self.methods:
-            total = total + m.penalty(model, batch, out)
-        return total
+            m.pull(model)
 
     def observe(self, batch: Batch, out: Tensor) -> None:
         """All see it."""
@@ -242,6 +265,14 @@ class Chain(Method):
             raise ValueError(f"This state is of a chain of {len(state)} methods, this chain has {len(self.methods)}.")
         for i, m in enumerate(self.methods):
             m.load_state_dict(state[str(i)])
+
+
+def _sum(penalties: Iterable[Tensor | float]) -> Tensor | float:
+    """Zeros that are no tensors cost nothing."""
+    total: Tensor | float = 0.0
+    for penalty in penalties:
+        total = total + penalty
+    return total
 
 
 def label(method: Method) -> str:

@@ -48,13 +48,14 @@ def snapshot(model: nn.Module) -> Params:
     return {name: p.detach().clone() for name, p in named(model).items()}
 
 
-def remembered(model: nn.Module, anchor: Params) -> Params:
-    """The model's parameters that have an anchor, in the shape of it, differentiable.
+def remembered(model: nn.Module, anchor: Params, parameters: Params | None = None) -> Params:
+    """The model's parameters, or those given if their names are known already, that have an anchor; in its shape, differentiable.
 
     A parameter that has no anchor is left out, and so are the rows by which one has grown since: what is new is free. What is
     frozen is left out too. An anchor none of whose names the model has is a mistake and raises.
     """
-    known = {name: _old_rows(p, anchor[name]) for name, p in named(model).items() if name in anchor}
+    parameters = named(model) if parameters is None else parameters
+    known = {name: _old_rows(p, anchor[name]) for name, p in parameters.items() if name in anchor}
     if anchor and not known and not set(anchor) & set(named_with_frozen(model)):
         raise ValueError(
             f"None of the remembered parameters ({_some(anchor)}) is a trainable parameter of this "

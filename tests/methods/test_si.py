@@ -94,6 +94,47 @@ def test_the_penalty_does_not_enter_the_path():
     torch.testing.assert_close(moved, -0.01 * (task_gradient + pull))
 
 
+@pytest.mark.parametrize("pulled", [False, True])
+def test_a_step_starts_where_the_parameters_are(pulled):
+    h, x = torch.rand(3) + 1, torch.zeros(1, 3)
+    model, method = Point(torch.randn(3)), SI(strength=5.0)
+    descend(model, method, bowl(h), 20)
+    method.end_task(model, None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(3):
+        with torch.no_grad():
+            model.theta.add_(1.0)  # between two steps, and so not on the path
+        if not pulled:
+            model.theta.data.add_(1.0)  # which makes no new version
+        before, path = model.theta.detach().clone(), method.path["theta"].clone()
+        optimizer.zero_grad()
+        bowl(h)(model).backward()
+        if pulled:
+            method.unpulled(model, Batch(x, x), x)
+            method.pull(model)
+        method.before_step(model)
+        optimizer.step()
+        method.after_step(model)
+        moved, pull = (
+            model.theta.detach() - before,
+            method.omega.values["theta"] * (before - method.bowl.anchor["theta"]),
+        )
+        torch.testing.assert_close(moved, -0.01 * (h * before + pull))
+        torch.testing.assert_close(method.path["theta"], path - h * before * moved, rtol=1e-4, atol=1e-5)
+
+
+def test_an_optimizer_that_writes_to_data_is_followed():
+    h = torch.rand(3) + 1
+    model, method = Point(torch.randn(3)), SI()
+    before = model.theta.detach().clone()
+    bowl(h)(model).backward()
+    method.pull(model)
+    method.before_step(model)
+    model.theta.data.sub_(0.1 * model.theta.grad)
+    method.after_step(model)
+    torch.testing.assert_close(method.path["theta"], -(h * before) * (model.theta.detach() - before))
+
+
 def test_clipping_after_it_does_not_reach_the_path():
     model, method = Point(torch.full((2,), 10.0)), SI()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from torch import Tensor, nn
+from torch import nn
 
-from everlearn.batch import Batch
 from everlearn.curvature.diagonal import Diagonal
 from everlearn.curvature.fisher import Labels, Structure, fisher
 from everlearn.curvature.kronecker import Kronecker
@@ -76,13 +75,10 @@ class EWC(QuadraticPenalty):
         self.weight = 0.0  # Σ γ^(t-k)
         self._now: Quadratic | None = None
 
-    def penalty(self, model: nn.Module, batch: Batch | None = None, out: Tensor | None = None) -> Tensor | float:
-        """The pull back to the old optima."""
-        if not self.bowl.anchor:
-            return 0.0
+    def _holding(self) -> Quadratic:
         if self._now is None:
             self._now = self._weighed()
-        return self._now(model)
+        return self._now
 
     def _weighed(self) -> Quadratic:
         """What holds now: F̃ times γ, over the total weight where it is an average, and the prior, up to the cap."""

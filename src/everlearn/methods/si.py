@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from everlearn.batch import Batch
 from everlearn.curvature.diagonal import Diagonal, grown_sum, on
 from everlearn.method import NonNegative, Range
-from everlearn.params import Params, check_finite, corner, grown, matching, named, named_with_frozen, remembered, wide
+from everlearn.params import Params, check_finite, corner, grown, matching, named, named_with_frozen, wide
 from everlearn.penalty import QuadraticPenalty
 
 
@@ -24,9 +24,9 @@ class SI(QuadraticPenalty):
         L = L_task + strength · Σᵢ Ωᵢ (θᵢ - θ*ᵢ)²
 
     The path integral is over the gradient of the task loss alone. That is why the pull of the penalty is added to the
-    gradients in ``before_step``: ``penalty`` tells its height and has no gradient. A loop of your own speaks ``before_step``
-    (after a gradient scaler's ``unscale_``) and ``after_step``. In a chain, penalties of other methods count as part of the
-    task loss.
+    gradients by ``pull``, or else by ``before_step``: ``penalty`` tells its height and has no gradient. A loop of your own
+    speaks ``before_step`` (after a gradient scaler's ``unscale_``) and ``after_step``. In a chain, penalties of other methods
+    count as part of the task loss.
 
     Args:
         strength: c; 0 is fine-tuning.
@@ -47,10 +47,11 @@ class SI(QuadraticPenalty):
         self.path: Params = {}  # ω
         self.steps = 0
         self._known: dict[str, torch.Size] = {}  # for which a path was begun, or is not wanted
-        self._pull: tuple[list[tuple[int, int]], Params] | None = None  # of which parameters in which version
-        self._before: tuple[Params, Params] = {}, {}  # θ and g
+        self._live: Params = {}  # the parameters of this step: finding their names takes time
+        self._task: Params = {}  # g
+        self._away: Params = {}  # θ - θ*, at these versions of the parameters
         self._versions: list[tuple[int, int]] = []
-        self._ready = False
+        self._pulled = self._ready = False
 
     def begin_task(self, model: nn.Module, task: Any) -> None:
         """The path of new parameters begins here."""
@@ -58,57 +59,52 @@ class SI(QuadraticPenalty):
 
     def penalty(self, model: nn.Module, batch: Batch | None = None, out: Tensor | None = None) -> Tensor | float:
         """The height of the penalty, for the loss that is shown; its gradient comes in ``before_step``."""
-        if not self._holds():
-            return 0.0
-        with torch.no_grad():
-            theta = remembered(model, self.bowl.anchor)
-            if not theta:
-                return 0.0
-            height, pull = self.bowl.pull(theta)
-        self._pull = _versions(model), pull
-        return height
+        return self.bowl(model).detach() if self._holds() else 0.0
 
     @torch.no_grad()
-    def before_step(self, model: nn.Module) -> None:
-        """Note where the step starts and the task loss's gradient there; then add the pull of the penalty."""
+    def pull(self, model: nn.Module) -> None:
+        """Note where the step starts and the task loss's gradient there; then add that of the penalty."""
         parameters = named(model)
         if any(self._known.get(n) != p.shape for n, p in parameters.items()):
             self._set_out(model)
-        g = {n: p.grad for n, p in parameters.items() if n in self.path and p.grad is not None}
         if all(p.grad is None for p in parameters.values()):
             raise ValueError(
                 "SI.before_step found no gradients: call it after loss.backward(), before optimizer.step()."
             )
-        pulls = self._pulls(model) if self._holds() else {}
-        for name, pull in pulls.items():
-            p = parameters[name]
-            pull = grown(pull, p.shape).to(p.dtype)
-            p.grad = pull if p.grad is None else p.grad + pull
-        g |= {n: d.clone() for n, d in g.items() if n not in pulls}  # or clipping would change them in place
-        self._before, self._ready = ({n: parameters[n].clone() for n in g}, g), True
-        self._versions = _versions(model)
+        self._live = {n: p for n, p in parameters.items() if n in self.path}
+        self._locate(trust=self._owes)
+        held = [n for n in self._live if n in self.omega.values]
+        self._task = {n: p.grad for n, p in self._live.items() if p.grad is not None}
+        self._task |= {n: g.clone() for n, g in self._task.items() if n not in held}  # clipping works in place
+        if held:
+            away = [self._away[n] for n in held]
+            omega = [on(self.omega.values[n], d).to(d.dtype) for n, d in zip(held, away, strict=True)]
+            grads = [
+                torch.zeros_like(d) if (g := self._live[n].grad) is None else g for n, d in zip(held, away, strict=True)
+            ]
+            for name, grad in zip(held, torch._foreach_addcmul(grads, omega, away), strict=True):
+                self._live[name].grad = grad
+        self._pulled, self._owes = True, False
 
-    def _pulls(self, model: nn.Module) -> Params:
-        """The gradient of the penalty, from the last call of ``penalty`` if nothing has moved since."""
-        if self._pull is None or self._pull[0] != _versions(model):
-            theta = remembered(model, self.bowl.anchor)
-            return self.bowl.pull(theta)[1] if theta else {}
-        return self._pull[1]
+    def before_step(self, model: nn.Module) -> None:
+        """The pull, if the loop has not called for it."""
+        if not self._pulled:
+            self.pull(model)
+        self._pulled, self._ready = False, True
 
     @torch.no_grad()
     def after_step(self, model: nn.Module) -> None:
         """Add to the path integral what the step has brought."""
-        theta, g = self._before
         if not self._ready:
             raise ValueError(
                 "SI.after_step needs the before_step(model) of the same step, between backward() and step()."
             )
-        moved = self._versions != _versions(model)  # or it was not taken: a scaler skips a gradient that overflowed
-        if moved or all(d.sum().isfinite() for d in g.values()):
-            for name, p in named(model).items():
-                if name in theta:
-                    self.path[name].addcmul_(g[name], theta[name].sub_(p))
-        self._before, self._pull, self._ready = ({}, {}), None, False
+        start, names = self._away, list(self._task)
+        moved = self._locate()  # or the step was not taken: a scaler skips a gradient that overflowed
+        if names and (moved or all(g.sum().isfinite() for g in self._task.values())):
+            torch._foreach_sub_(back := [start[n] for n in names], [self._away[n] for n in names])
+            torch._foreach_addcmul_([self.path[n] for n in names], list(self._task.values()), back)
+        self._live, self._task, self._ready = {}, {}, False
         self.steps += 1
         if self.consolidate_every and self.steps % self.consolidate_every == 0:
             self._arrive(model)
@@ -121,6 +117,16 @@ class SI(QuadraticPenalty):
             )
         if self.consolidate_every is None:
             self._arrive(model)
+        self._away = {}
+
+    def _locate(self, trust: bool = False) -> bool:
+        """Find θ - θ* and tell whether θ is a new version; with trust the last one stands if not: writing to p.data makes none."""
+        versions = [(id(p), p._version) for p in self._live.values()]
+        if (moved := versions != self._versions) or not trust:
+            anchors = [on(self.bowl.anchor[n], p) for n, p in self._live.items()]
+            self._away = dict(zip(self._live, torch._foreach_sub(list(self._live.values()), anchors), strict=True))
+            self._versions = versions
+        return moved
 
     def _holds(self) -> bool:
         return bool(self.omega.values)
@@ -135,7 +141,7 @@ class SI(QuadraticPenalty):
     def _set_out(self, model: nn.Module) -> None:
         """Paths for parameters, and rows of parameters, that have none yet."""
         wanted = matching(named_with_frozen(model), self.only)
-        self._known = {n: p.shape for n, p in named(model).items()}
+        self._known, self._versions = {n: p.shape for n, p in named(model).items()}, []
         for name, parameter in named(model).items():
             if name not in wanted:
                 continue
@@ -167,14 +173,9 @@ class SI(QuadraticPenalty):
             self.path[name].zero_()
         form = Diagonal({**self.omega.values, **importance})  # what is frozen just now keeps its importance
         self.bowl.move(self._stored(self._placed(form)), self._placed(Diagonal(here)).diagonal())
-        self._pull = None
+        self._versions = []  # seen from a new θ*
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what an SI of the same settings had learned."""
         super().load_state_dict(state)
-        self._pull = None
-
-
-def _versions(model: nn.Module) -> list[tuple[int, int]]:
-    """Changes whenever a parameter does."""
-    return [(id(p), p._version) for p in model.parameters()]
+        self._versions = []

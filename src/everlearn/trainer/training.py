@@ -135,6 +135,7 @@ def learn_task(
                 raise explain_error(error, task, batch, first=step == 1) from error
             if not math.isfinite(loss):
                 raise FloatingPointError(explain_loss(loss, task, step, batch, model))
+            method.pull(model)
             method.before_step(model)
             if training.clip is not None:
                 nn.utils.clip_grad_norm_(stepped, training.clip)
@@ -157,14 +158,14 @@ def _gradient(
     """Leave the gradient of the batch's loss in ``p.grad``, micro-batch by micro-batch, and return the loss."""
     if accumulate == 1:
         with cast:
-            loss = method.loss(model, batch)
+            loss = method.loss(model, batch, pulled=True)
         loss.backward()
         return loss.item()
     total, whole = 0.0, batch.weight
     for part in batch.chunk(accumulate):
         if share := part.weight / whole:
             with cast:
-                loss = method.loss(model, part) * share
+                loss = method.loss(model, part, pulled=True) * share
             loss.backward()
             total += loss.item()
     return total
