@@ -75,6 +75,7 @@ def test_pulling_is_the_gradient_that_autograd_adds(kind, settings):
     shift(model)
     heads.grow_output(model, 5)
     batch = Batch(*data(8))
+    model.zero_grad()
     method.loss(model, batch).backward()
     truth = {n: p.grad for n, p in named(model).items()}
     model.zero_grad()
