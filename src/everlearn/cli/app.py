@@ -20,6 +20,10 @@ from tqdm.auto import tqdm
 
 from everlearn.cli.names import UsageError, explain, look_up
 from everlearn.cli.plan import Cell, Plan, cells, read
+from everlearn.cli.reproduce import Reproduction
+from everlearn.cli.reproduce import reproduce as reproduction
+from everlearn.cli.tables import names as table_names
+from everlearn.cli.tables import read as read_table
 from everlearn.method import Method
 from everlearn.methods import METHODS
 from everlearn.nets import NETS
@@ -103,6 +107,20 @@ def run(
 
 
 @app.command
+def reproduce(table: str, *, options: Annotated[Reproduction, Parameter(name="*")] = Reproduction()) -> int:  # noqa: B008
+    """Run a published table's protocol and print its numbers and ours side by side, cell by cell.
+
+    A cell counts as reproduced if the mean over seeds lies within the larger of 1.5 points and two published standard
+    deviations. A run that was stopped goes on where it was: the same command again.
+
+    Args:
+        table: Its name, as 'everlearn list' gives it, or 'all'.
+        options: Which cells, how often, and where results go.
+    """
+    return reproduction(table, options)
+
+
+@app.command
 def report(folder: Path) -> int:
     """Show the results of a folder as tables: mean ± standard deviation over seeds.
 
@@ -134,6 +152,10 @@ def list_everything() -> int:
         for name, thing in things.items():
             print(f"  {name:16s} {_first_line(thing)}")
         print()
+    print("Published tables, for 'everlearn reproduce':")
+    for name in table_names():
+        print(f"  {name:16s} {read_table(name).title} ({read_table(name).source})")
+    print()
     print("'everlearn show METHOD' tells more; 'a+b' chains two methods.")
     return 0
 

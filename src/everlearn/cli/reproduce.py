@@ -1,0 +1,172 @@
+"""``everlearn reproduce``: the runs behind a published table, and its numbers beside ours."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from tqdm.auto import tqdm
+
+from everlearn import atomic
+from everlearn.cli import plan as plans
+from everlearn.cli.names import UsageError
+from everlearn.cli.tables import Cell, Table, cells, names, read, spread
+from everlearn.report.table import columns
+from everlearn.results import Result
+
+Runs = dict[str, dict[str, Any]]  # what is remembered of each seed
+TITLES = ["cell", "published", "Everlearn", "seeds", "difference", "tolerance", "verdict"]
+
+
+class Reproduction(BaseModel):
+    """The options of ``everlearn reproduce``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    cells: str = Field("*", description="Cells as ROW/COLUMN, separated by commas; 'SI/*' takes a row.")
+    seeds: int = Field(3, ge=1, description="How many seeds, counted from 0.")
+    quick: bool = Field(False, description="A few steps and one seed, to see that all runs: not the protocol.")
+    data: Path | None = Field(None, description="Folder of data sets in files; by default EVERLEARN_DATA.")
+    threads: int = Field(1, ge=1, description="Threads torch may use; small models are fastest with 1.")
+    out: Path = Field(Path("runs/reproduce"), description="Folder of the results; what is there is not done again.")
+    record: Path | None = Field(None, description="Folder to keep the numbers in; beside it they become a page.")
+
+
+def reproduce(table: str, options: Reproduction) -> int:
+    """Run the cells, print both numbers of each, and keep them if asked to."""
+    o, chosen = options, [name for name in names() if table.lower() in ("all", name.lower())] or [table]
+    if o.record is not None and o.quick:
+        raise UsageError("--record keeps what the protocol gives, and --quick is not the protocol.")
+    torch.set_num_threads(o.threads)
+    failed = False
+    for name in chosen:
+        found, wrong = _runs(cells(name, o.cells if len(chosen) == 1 else "*", o.quick), o)
+        print(shown(name, read(name), found, o.quick), end="\n\n")
+        failed |= wrong
+    if o.record is not None:
+        print(f"{page(o.record)} is written.")
+    return 1 if failed else 0
+
+
+def _runs(wanted: Sequence[Cell], o: Reproduction) -> tuple[list[tuple[Cell, Runs]], bool]:
+    """What every seed of every cell gave; a run that fails is told and does not stop the others."""
+    plan = [c.plan(1 if o.quick else o.seeds, data=o.data, out=o.out / c.table) for c in wanted]
+    todo = [(i, cell) for i, p in enumerate(plan) for cell in plans.cells(p)]
+    todo.sort(key=lambda one: one[1].seed)  # a first seed of all cells is worth more than all seeds of the first
+    found: list[tuple[Cell, Runs]] = [(c, {}) for c in wanted]
+    failed = False
+    with tqdm(todo, desc="reproduce", leave=False, disable=None) as bar:
+        for i, cell in bar:
+            bar.set_postfix_str(f"{wanted[i].name}, seed {cell.seed}")
+            try:
+                result = cell.run(force=False)
+            except (ArithmeticError, ValueError, TypeError, RuntimeError) as error:
+                failed = True
+                print(f"everlearn: {wanted[i].name}, seed {cell.seed} failed: {error}", file=sys.stderr)
+                continue
+            found[i][1][str(cell.seed)] = _kept(result)
+            if o.record is not None:  # at once: the next run may be an hour's
+                record(o.record, wanted[i].table, [found[i]])
+    return found, failed
+
+
+def _kept(result: Result) -> dict[str, Any]:
+    made = result.made
+    return {
+        "accuracy": 100 * result.average_accuracy,
+        "seconds": round(result.seconds, 1),
+        "time": made["time"],
+        "commit": made["commit"],
+        "torch": made["versions"]["torch"],
+        "threads": made["threads"],
+    }
+
+
+def shown(name: str, table: Table, found: Sequence[tuple[Cell, Runs]], quick: bool) -> str:
+    """The table as text, published and own numbers side by side."""
+    lines = [_line(cell, runs, quick) for cell, runs in found]
+    title = f"{name}: {table.title} ({table.source}); average accuracy in %, mean ± standard deviation"
+    return "\n".join([title, columns([TITLES, *lines]), "", _tally(found) if not quick else "Quick: not the protocol."])
+
+
+def _line(cell: Cell, runs: Runs, quick: bool = False) -> list[str]:
+    published = f"{cell.published:.1f}" + (f" ± {cell.deviation:.1f}" if cell.deviation else "")
+    if not runs:
+        return [cell.name, published, "–", "0", "–", f"{cell.tolerance:.1f}", "not run"]
+    ours = [run["accuracy"] for run in runs.values()]
+    apart = fmean(ours) - cell.published
+    verdict = "quick" if quick else cell.verdict(ours)
+    return [cell.name, published, spread(ours), str(len(ours)), f"{apart:+.1f}", f"{cell.tolerance:.1f}", verdict]
+
+
+def _tally(found: Sequence[tuple[Cell, Runs]]) -> str:
+    verdicts = [cell.verdict([r["accuracy"] for r in runs.values()]) for cell, runs in found if runs]
+    within, above = verdicts.count("within"), verdicts.count("above")
+    few = sum(0 < len(runs) < 3 for _, runs in found)
+    return (
+        f"{within} of {len(found)} cells within tolerance, {above} above, {verdicts.count('miss')} missed, "
+        f"{len(found) - len(verdicts)} not run" + (f"; {few} with fewer than 3 seeds." if few else ".")
+    )
+
+
+def record(folder: Path, name: str, found: Sequence[tuple[Cell, Runs]]) -> None:
+    """Put runs among those kept, seed by seed; those of another protocol are dropped."""
+    path = atomic.writable_folder(folder) / f"{name}.json"
+    kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    for cell, runs in found:
+        before = kept.get(cell.name, {})
+        same = before.get("options") == json.loads(json.dumps(cell.options))
+        both = {**(before["runs"] if same else {}), **runs}
+        if both:
+            machine = f"{platform.machine()}, {platform.system()}, Python {platform.python_version()}"
+            kept[cell.name] = {"options": cell.options, "machine": machine, "runs": dict(sorted(both.items()))}
+    atomic.write(path, (json.dumps(kept, indent=1, ensure_ascii=False) + "\n").encode())
+
+
+def page(folder: Path) -> Path:
+    """All that is kept as one page beside the folder, which shows misses as misses."""
+    rule = (
+        "Made by `everlearn reproduce TABLE --record docs/results`; do not edit. A cell is *within* if the mean over our seeds "
+        "is no farther from the published mean than 1.5 points or two published standard deviations, whichever is more. "
+        "*Above* is better than that, *miss* worse."
+    )
+    parts = ["# Published tables, and ours", rule]
+    for name in names():
+        path, table = folder / f"{name}.json", read(name)
+        kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        found = [(c, kept.get(c.name, {}).get("runs", {})) for c in cells(name)]
+        parts += _section(name, table, found, sorted({k["machine"] for k in kept.values()}))
+    target = folder.with_suffix(".md")
+    atomic.write(target, ("\n\n".join(parts) + "\n").encode())
+    return target
+
+
+def _section(name: str, table: Table, found: Sequence[tuple[Cell, Runs]], machines: list[str]) -> list[str]:
+    rows = [_line(cell, runs) for cell, runs in found]
+    body = ["| " + " | ".join(row) + " |" for row in [TITLES, ["---"] * len(TITLES), *rows]]
+    every = [run for _, runs in found for run in runs.values()]
+    days = sorted({run["time"][:10] for run in every})
+    facts = (
+        f"Run on {' and '.join([days[0], days[-1]][: len(days)])} with torch {', '.join(sorted({r['torch'] for r in every}))} "
+        f"on {'; '.join(machines)}, {max(r['threads'] for r in every)} thread a run; {sum(r['seconds'] for r in every) / 60:.0f} "
+        f"minutes in all, {len(every)} runs."
+        if every
+        else "Not run yet."
+    )
+    known = [f"- **{c.name}**: {c.known}" for c, runs in found if c.known and runs]
+    return [
+        f"## {name}: {table.title}",
+        f"{table.source}. {' '.join(table.protocol.split())}",
+        f"```sh\neverlearn reproduce {name} --seeds 3\n```",
+        "\n".join(body),
+        _tally(found),
+        *(["\n".join(known)] if known else []),
+        facts,
+    ]
