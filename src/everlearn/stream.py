@@ -233,6 +233,19 @@ class Stream:
         task = replace(last, train=everything, test=None, valid=None, id=0, name="all tasks", steps=None)
         return replace(self, tasks=[task], exams=self.exams, settings={**self.settings, "joint": True})
 
+    def foreseen(self) -> Stream:
+        """The same, with every class allowed from the first task on that is allowed at the end.
+
+        Class-incremental learning is published in both ways; in this one a model can be wrong about classes it has not met.
+
+        >>> from everlearn import streams
+        >>> streams.digits(scenario="class").foreseen()[0].allowed[0].sum()
+        tensor(10)
+        """
+        tasks = [replace(t, allowed=self.exams[-1].allowed) for t in self.tasks]
+        exams = tasks if self.exams is self.tasks else [replace(t, allowed=self.exams[-1].allowed) for t in self.exams]
+        return replace(self, tasks=tasks, exams=exams, settings={**self.settings, "foreseen": True})
+
     def __str__(self) -> str:
         lines = [
             f"{self.name}: {len(self)} task{'s' * (len(self) > 1)}, {self.scenario}-incremental, {self.outputs} outputs"

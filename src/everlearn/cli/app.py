@@ -6,14 +6,12 @@ import inspect
 import io
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import MISSING, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
-import torch
 from cyclopts import App, CycloptsError, Parameter
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tqdm.auto import tqdm
@@ -24,6 +22,7 @@ from everlearn.cli.reproduce import Reproduction
 from everlearn.cli.reproduce import reproduce as reproduction
 from everlearn.cli.tables import names as table_names
 from everlearn.cli.tables import read as read_table
+from everlearn.cli.workers import outcomes
 from everlearn.method import Method
 from everlearn.methods import METHODS
 from everlearn.nets import NETS
@@ -51,6 +50,7 @@ class Comparison(BaseModel):
     scenario: str = Field("all", description="Any of task, domain, class, separated by commas, or 'all'.")
     seeds: int = Field(1, ge=1, description="How many seeds, counted from 0; several give a spread.")
     epochs: int | None = Field(None, ge=1, description="Passes over each task's data; 10 by default.")
+    workers: int = Field(1, ge=1, description="Runs side by side, each in a process of its own.")
     threads: int = Field(1, ge=1, description="Threads torch may use; small models are fastest with 1.")
     out: Path = Field(Path("runs/compare"), description="Folder of the results; what is there is not done again ...")
     force: bool = Field(False, description="... unless you force it.")
@@ -68,7 +68,14 @@ def compare(*, options: Annotated[Comparison, Parameter(name="*")] = Comparison(
     """
     o = options
     names = ",".join(["joint", *METHODS]) if o.methods == "all" else o.methods
-    facts = {"scenario": o.scenario, "seeds": o.seeds, "epochs": o.epochs, "threads": o.threads, "out": o.out}
+    facts = {
+        "scenario": o.scenario,
+        "seeds": o.seeds,
+        "epochs": o.epochs,
+        "threads": o.threads,
+        "workers": o.workers,
+        "out": o.out,
+    }
     plan = Plan(stream="digits", methods=names, **facts)
     code, results = _run_all(list(cells(plan)), plan, o.force, talk=False)
     if results:
@@ -206,23 +213,19 @@ def start(arguments: Sequence[str]) -> int:
 
 def _run_all(todo: list[Cell], plan: Plan, force: bool, talk: bool) -> tuple[int, list[Result]]:
     """Each cell in turn; one that fails is reported and does not stop the others."""
-    if plan.threads is not None:
-        torch.set_num_threads(plan.threads)
-    results, failed = [], 0
-    bar = nullcontext(todo) if talk else tqdm(todo, desc="everlearn", leave=False, disable=None)
-    with bar as shown:
-        for i, cell in enumerate(shown, 1):
-            started = datetime.now(UTC).isoformat(timespec="seconds")
-            try:
-                results.append(cell.run(force))
-            except (ArithmeticError, ValueError, TypeError, RuntimeError) as error:
-                failed += 1
-                print(f"everlearn: {cell} failed: {error}", file=sys.stderr)
+    done: dict[int, Result] = {}
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    with tqdm(total=len(todo), desc="everlearn", leave=False, disable=True if talk else None) as bar:
+        for ended, (i, outcome) in enumerate(outcomes(todo, plan.workers, plan.threads, force), 1):
+            bar.update()
+            if isinstance(outcome, Exception):
+                print(f"everlearn: {todo[i]} failed: {outcome}", file=sys.stderr)
                 continue
+            done[i] = outcome
             if talk:
-                read = " (read)" if results[-1].made["time"] < started else ""
-                print(f"[{i}/{len(todo)}]{read} {results[-1]}", flush=True)
-    return (1 if failed else 0), results
+                read = " (read)" if outcome.made["time"] < started else ""
+                print(f"[{ended}/{len(todo)}]{read} {outcome}", flush=True)
+    return (0 if len(done) == len(todo) else 1), [done[i] for i in sorted(done)]
 
 
 def _complain(message: str, code: int) -> int:

@@ -43,6 +43,7 @@ class Plan(BaseModel):
     )
     set: list[str] = Field([], description="A method's field, as in l2.strength=30; may be repeated.")
     tasks: int | None = Field(None, ge=1, description="Tasks in a stream, instead of the stream's own number.")
+    foreseen: bool = Field(False, description="Class-incremental: all classes may be named from the start.")
     seeds: int = Field(1, ge=1, description="How many seeds, counted from 0.")
     net: Literal["mlp", "cnn", "resnet", "transformer"] = Field("mlp", description="The model.")
     hidden: str = Field("400,400", description="Widths of the hidden layers (mlp only).")
@@ -62,6 +63,7 @@ class Plan(BaseModel):
     data: Path | None = Field(None, description="Folder of data sets in files; by default EVERLEARN_DATA.")
     device: str = Field("cpu", description="Where to train, as torch names it.")
     threads: int | None = Field(None, ge=1, description="Threads torch may use; small models are fastest with 1.")
+    workers: int = Field(1, ge=1, description="Runs side by side, each in a process of its own.")
     out: Path = Field(Path("runs"), description="Folder of the results.")
 
     @property
@@ -149,6 +151,7 @@ class Cell:
         if "root" in inspect.signature(make).parameters:
             given["root"] = p.data
         stream = make(scenario=self.scenario, seed=self.seed, valid=p.valid, **given)
+        stream = stream.foreseen() if p.foreseen else stream
         return run(
             partial(NETS["mlp"], hidden=p.widths, init=p.init) if p.net == "mlp" else NETS[p.net],
             self.method,

@@ -10,7 +10,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field
 from tqdm.auto import tqdm
 
@@ -18,6 +17,7 @@ from everlearn import atomic
 from everlearn.cli import plan as plans
 from everlearn.cli.names import UsageError
 from everlearn.cli.tables import Cell, Table, cells, names, read, spread
+from everlearn.cli.workers import outcomes
 from everlearn.report.table import columns
 from everlearn.results import Result
 
@@ -34,6 +34,7 @@ class Reproduction(BaseModel):
     seeds: int = Field(3, ge=1, description="How many seeds, counted from 0.")
     quick: bool = Field(False, description="A few steps and one seed, to see that all runs: not the protocol.")
     data: Path | None = Field(None, description="Folder of data sets in files; by default EVERLEARN_DATA.")
+    workers: int = Field(1, ge=1, description="Runs side by side, each in a process of its own.")
     threads: int = Field(1, ge=1, description="Threads torch may use; small models are fastest with 1.")
     out: Path = Field(Path("runs/reproduce"), description="Folder of the results; what is there is not done again.")
     record: Path | None = Field(None, description="Folder to keep the numbers in; beside it they become a page.")
@@ -44,7 +45,6 @@ def reproduce(table: str, options: Reproduction) -> int:
     o, chosen = options, [name for name in names() if table.lower() in ("all", name.lower())] or [table]
     if o.record is not None and o.quick:
         raise UsageError("--record keeps what the protocol gives, and --quick is not the protocol.")
-    torch.set_num_threads(o.threads)
     failed = False
     for name in chosen:
         found, wrong = _runs(cells(name, o.cells if len(chosen) == 1 else "*", o.quick), o)
@@ -62,16 +62,16 @@ def _runs(wanted: Sequence[Cell], o: Reproduction) -> tuple[list[tuple[Cell, Run
     todo.sort(key=lambda one: one[1].seed)  # a first seed of all cells is worth more than all seeds of the first
     found: list[tuple[Cell, Runs]] = [(c, {}) for c in wanted]
     failed = False
-    with tqdm(todo, desc="reproduce", leave=False, disable=None) as bar:
-        for i, cell in bar:
+    with tqdm(total=len(todo), desc="reproduce", leave=False, disable=None) as bar:
+        for place, outcome in outcomes([cell for _, cell in todo], o.workers, o.threads):
+            i, cell = todo[place]
+            bar.update()
             bar.set_postfix_str(f"{wanted[i].name}, seed {cell.seed}")
-            try:
-                result = cell.run(force=False)
-            except (ArithmeticError, ValueError, TypeError, RuntimeError) as error:
+            if isinstance(outcome, Exception):
                 failed = True
-                print(f"everlearn: {wanted[i].name}, seed {cell.seed} failed: {error}", file=sys.stderr)
+                print(f"everlearn: {wanted[i].name}, seed {cell.seed} failed: {outcome}", file=sys.stderr)
                 continue
-            found[i][1][str(cell.seed)] = _kept(result)
+            found[i][1][str(cell.seed)] = _kept(outcome)
             if o.record is not None:  # at once: the next run may be an hour's
                 record(o.record, wanted[i].table, [found[i]])
     return found, failed

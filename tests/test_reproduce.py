@@ -1,0 +1,160 @@
+"""Published tables: their data, the verdicts, runs that go on, the page."""
+
+import json
+
+import pytest
+
+pytest.importorskip("cyclopts")
+from everlearn import results, streams
+from everlearn.cli import reproduce, tables
+from everlearn.cli.app import start
+from everlearn.cli.plan import cells as runs_of
+from everlearn.cli.tables import Cell
+
+TINY = """
+title = "Digits"
+source = "Nobody (2026)"
+protocol = "Two tasks."
+spread = "sem"
+runs = 4
+[run]
+stream = "digits"
+tasks = 2
+hidden = "16"
+epochs = 1
+[quick]
+iterations = 1
+[columns]
+task = {{ scenario = "task" }}
+class = {{ scenario = "class" }}
+[[rows]]
+name = "None"
+run = {{ methods = "finetune" }}
+[rows.cells]
+task = {{ published = {published}, spread = 1.0 }}
+class = {{ published = 99.9, known = "nobody reaches it" }}
+[[rows]]
+name = "Anchor"
+run = {{ methods = "l2", set = {{ "l2.strength" = {strength} }} }}
+cells = {{ task = {{ published = 1.0 }} }}
+"""
+
+
+@pytest.fixture
+def tiny(tmp_path, monkeypatch):
+    """A table of our own, small enough to be run."""
+    folder = tmp_path / "published"
+    folder.mkdir()
+    monkeypatch.setattr(tables, "FOLDER", folder)
+
+    def write(published=90.0, strength=0.1):
+        (folder / "T0.toml").write_text(TINY.format(published=published, strength=strength))
+
+    write()
+    return write
+
+
+@pytest.mark.parametrize("name", tables.names())
+@pytest.mark.parametrize("quick", [False, True])
+def test_every_cell_of_every_table_can_be_planned(name, quick):
+    for cell in tables.cells(name, quick=quick):
+        (run,) = runs_of(cell.plan(1))
+        assert run.joint or run.method is not None
+        assert 0 < cell.published < 100 and cell.deviation >= 0
+    assert len({c.name for c in tables.cells(name)}) == len(tables.cells(name))
+
+
+@pytest.mark.parametrize(
+    ("ours", "verdict"),
+    [([90.0], "within"), ([88.5], "within"), ([88.4], "miss"), ([91.6], "above"), ([86.0, 94.0], "within")],
+)
+def test_the_verdict_is_of_the_mean(ours, verdict):
+    assert Cell("T", "r", "c", 90.0, 0.5, {}, "").verdict(ours) == verdict
+
+
+def test_the_tolerance_is_two_deviations_of_single_runs(tiny):
+    cell, *_ = tables.cells("T0")
+    assert (cell.deviation, cell.tolerance) == (2.0, 4.0)  # a standard error of 1 over 4 runs
+    assert tables.cells("T0")[-1].tolerance == 1.5
+
+
+def test_cells_are_chosen_by_pattern(tiny):
+    assert [c.name for c in tables.cells("t0", "none/*")] == ["None/task", "None/class"]
+    assert [c.name for c in tables.cells("T0", "*/class, anchor/task")] == ["None/class", "Anchor/task"]
+    with pytest.raises(tables.UsageError, match=r"No cell of T0 is called 'ancor/task'\. Did you mean 'Anchor/task'"):
+        tables.cells("T0", "ancor/task")
+    with pytest.raises(tables.UsageError, match="Unknown table 'T99'"):
+        tables.cells("T99")
+
+
+def test_both_numbers_stand_side_by_side(tiny, tmp_path, capsys):
+    words = ["reproduce", "T0", "--seeds", "2", "--out", str(tmp_path / "runs"), "--record", str(tmp_path / "results")]
+    assert start(words) == 0
+    text = capsys.readouterr().out
+    assert "T0: Digits (Nobody (2026))" in text
+    lines = {line.split()[0]: line for line in text.splitlines() if "/" in line}
+    assert lines["None/class"].endswith("miss") and lines["Anchor/task"].endswith("above")
+    assert "1 above" in text and "0 not run; 3 with fewer than 3 seeds." in text
+    found = results.load(tmp_path / "runs" / "T0")
+    assert len(found) == 6
+    kept = json.loads((tmp_path / "results" / "T0.json").read_text())
+    mine = [
+        100 * r.average_accuracy for r in found if r.config["method"] == "finetune" and r.config["scenario"] == "task"
+    ]
+    assert sorted(run["accuracy"] for run in kept["None/task"]["runs"].values()) == sorted(mine)
+    page = (tmp_path / "results.md").read_text()
+    assert "| None/class | 99.9 |" in page and "- **None/class**: nobody reaches it" in page and "6 runs." in page
+    times = {p: p.stat().st_mtime_ns for p in results.files(tmp_path / "runs" / "T0")}
+    assert start(words) == 0
+    assert times == {p: p.stat().st_mtime_ns for p in results.files(tmp_path / "runs" / "T0")}  # nothing done again
+
+
+def test_what_another_protocol_gave_is_dropped_and_what_others_gave_is_kept(tiny, tmp_path, capsys):
+    where = ["--out", str(tmp_path / "runs"), "--record", str(tmp_path / "results")]
+    start(["reproduce", "T0", "--seeds", "2", *where])
+    tiny(strength=5.0)
+    start(["reproduce", "T0", "--cells", "anchor/*", "--seeds", "1", *where])
+    kept = json.loads((tmp_path / "results" / "T0.json").read_text())
+    assert list(kept["Anchor/task"]["runs"]) == ["0"] and kept["Anchor/task"]["options"]["set"]["l2.strength"] == 5.0
+    assert list(kept["None/task"]["runs"]) == ["0", "1"]
+
+
+def test_quick_is_not_the_protocol(tiny, tmp_path, capsys):
+    assert start(["reproduce", "T0", "--quick", "--out", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "not the protocol" in text and "within" not in text
+    assert start(["reproduce", "T0", "--quick", "--record", str(tmp_path / "r"), "--out", str(tmp_path)]) == 2
+    assert "--quick is not the protocol" in capsys.readouterr().err
+
+
+def test_a_run_that_fails_leaves_the_others(tiny, tmp_path, capsys, monkeypatch):
+    run = reproduce.plans.Cell.run
+
+    def fail(cell, force):
+        if cell.scenario == "class":
+            raise FloatingPointError("the loss is nan")
+        return run(cell, force)
+
+    monkeypatch.setattr(reproduce.plans.Cell, "run", fail)
+    assert start(["reproduce", "T0", "--seeds", "1", "--out", str(tmp_path)]) == 1
+    out, err = capsys.readouterr()
+    assert "None/class, seed 0 failed: the loss is nan" in err and "1 not run" in out
+
+
+def test_workers_give_what_one_process_gives(tmp_path):
+    words = ["--methods", "finetune,er", "--tasks", "2", "--epochs", "1", "--hidden", "16", "--threads", "1"]
+    for workers in ("1", "2"):
+        assert start(["run", *words, "--workers", workers, "--out", str(tmp_path / workers)]) == 0
+    one, two = (results.load(tmp_path / workers) for workers in "12")
+    assert [r.config for r in one] == [r.config for r in two]
+    assert all((a.accuracy == b.accuracy).all() for a, b in zip(one, two, strict=True))
+
+
+def test_foreseen_classes_may_be_named_from_the_start():
+    stream = streams.digits(scenario="class")
+    foreseen = stream.foreseen()
+    assert stream[0].allowed.sum(1).tolist() == [2] * 5 and stream.settings.get("foreseen") is None
+    assert all(t.allowed.all() for t in foreseen) and foreseen.exams is foreseen.tasks
+    task = streams.digits(scenario="task")
+    assert all((a.allowed == b.allowed).all() for a, b in zip(task, task.foreseen(), strict=True))
+    assert streams.digits(scenario="domain").foreseen()[0].allowed is None
