@@ -31,7 +31,13 @@ def test_examples_run_and_are_short(example, capsys):
 
 @pytest.mark.parametrize(
     "line",
-    [line for p in PAGES for b in blocks(p, "sh") for line in b.splitlines() if line.startswith("everlearn run")],
+    [
+        line
+        for p in PAGES
+        for b in blocks(p, "sh")
+        for line in b.splitlines()
+        if re.match("everlearn (run|reproduce)", line)
+    ],
 )
 def test_commands_are_understood(line):
     pytest.importorskip("cyclopts")

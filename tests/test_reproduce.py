@@ -72,6 +72,19 @@ def test_the_verdict_is_of_the_mean(ours, verdict):
     assert Cell("T", "r", "c", 90.0, 0.5, {}, "").verdict(ours) == verdict
 
 
+def test_a_dry_run_prints_commands_that_are_understood(tiny, tmp_path, capsys):
+    assert start(["reproduce", "T0", "--dry-run", "--out", str(tmp_path / "x")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert not (tmp_path / "x").exists() and [line.split(": ")[0] for line in lines] == [
+        "None/task",
+        "None/class",
+        "Anchor/task",
+    ]
+    for line in lines:
+        assert start([*line.split(": everlearn ")[1].split(), "--dry-run"]) == 0
+    assert "L2, seed 2" in capsys.readouterr().out
+
+
 def test_the_tolerance_is_two_deviations_of_single_runs(tiny):
     cell, *_ = tables.cells("T0")
     assert (cell.deviation, cell.tolerance) == (2.0, 4.0)  # a standard error of 1 over 4 runs

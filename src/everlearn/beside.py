@@ -79,7 +79,7 @@ class Beside:
             raise ValueError(
                 f"There is no layer to widen in {type(self.model).__name__}: growing needs two linear or convolution layers "
                 "with nothing between them that mixes units or fixes their number (for x.view(-1, 64) write x.flatten(1)); "
-                'name them, groups={"conv1": "conv2"}.'
+                'name them, groups={"conv1": "conv2"}, and with BatchNorms between {"conv1": ["norm1", "conv2"]}.'
             )
         self.feeds = {link.consumer: link for link in self.links}
         self.made = {link.producer: link for link in self.links}

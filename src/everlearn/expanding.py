@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -40,13 +41,21 @@ class Expanding(Isolation):
         self.blocks: list[Block] = []  # the units of tasks that have ended
         self.stamps: list[int] = []  # in which task each block was added, counted from 0
         self.reads: list[Params] = []  # how each task's output layer reads added units
+        self.outputs: list[int] = []  # parameters of each task's output layer
         self.live: Block = {}  # the units of the task that is being learned; those asleep are zero
         self.awake: dict[str, int] = {}
         self.read: Params = {}
         self.size = 0  # parameters of the model without its output layer
         self.seed = 0
+        self.steps = 0  # of this task
         self.heard, self.hearings = 0.0, 0  # the training loss since it was asked for
         self._task: Task | None = None
+        self._planned: int | None = None  # steps
+        self._whole = True  # whether this task was seen from its first step on, and not from a checkpoint
+        self._looked = False  # whether somebody has asked for the loss
+        self._seen = 0  # losses taken in this task
+        self._probe: tuple[Tensor, Tensor] | None = None  # one of the method's own parameters, and where a step began
+        self._still: bool | None = None  # whether nothing has moved the method's own parameters; None: who knows
         self._locks = Locks()
         self._beside: Beside | None = None
 
@@ -74,13 +83,18 @@ class Expanding(Isolation):
         """Units added so far, and parameters of the network with them and every task's output layer."""
         if not self.own:
             return {}
-        tensors = [*(v for own in self.own for v in own.values()), *(v for read in self.reads for v in read.values())]
+        tensors = [v for read in self.reads for v in read.values()]
         tensors += [v for b in self.blocks for t in b.values() for n, v in t.items() if "running" not in n]
         units = sum(n for added in self.growth().values() for n in added.values())
-        return {"units added": units, "all parameters": self.size + sum(v.numel() for v in tensors)}
+        every = self.size + sum(self.outputs) + sum(v.numel() for v in tensors)
+        return {"units added so far": units, "all parameters": every}
 
     def export(self, model: nn.Module, task: int) -> nn.Module:
-        """A plain module that answers as the task with this number: the model as wide as it was then."""
+        """A plain module that answers as the task with this number: the model as wide as it was then.
+
+        It has all outputs of the output layer. Those of classes that the task did not have were never taught to be low: compare
+        only those that it had.
+        """
         k = self.place(task)
         beside = self._attach(model)
         with plain(unwrap(model)):
@@ -146,6 +160,51 @@ class Expanding(Isolation):
             width = (before[link.producer] + room[link.producer]) * link.repeat
             self.read = {"weight": nn.Parameter(grown(old.to(head), (len(head), width)).clone())}
 
+    def _begin(self, task: Task, planned: int | None) -> None:
+        """Watch the loop, which may be anybody's."""
+        self._task, self._planned, self._looked, self._seen, self._whole = task, planned, False, 0, not self.steps
+        self._still = True if self.live else None
+
+    def _watch(self) -> None:
+        """Before a step: which of the method's own parameters should move."""
+        if not self.tasks:
+            raise ValueError(
+                f"{type(self).__name__} knows of no task: call begin_task(model, task) before the first step."
+            )
+        if self._still:  # by value: fused optimizers make no new version of a tensor
+            learning = next((p for p in self.parameters() if p.grad is not None and p.grad.any()), None)
+            self._probe = None if learning is None else (learning, learning.detach().clone())
+
+    def _notice(self) -> None:
+        """After it: whether they have."""
+        if self._still and self._probe is not None:
+            self._still = torch.equal(*self._probe)
+        self.steps += 1
+
+    def _check_loop(self, grows: str) -> None:
+        """Tell of a loop that has forgotten something, or planned otherwise than it did."""
+        name = type(self).__name__
+        if self._seen and not self.steps:
+            raise ValueError(
+                f"{name}.after_step was not called: without it nothing grows. It follows optimizer.step()."
+            )
+        if self.live and self._still and self._probe is not None:
+            raise ValueError(
+                f"The optimizer does not move {name}'s own parameters: make it after begin_task(model, task), of "
+                "[*model.parameters(), *method.parameters()]."
+            )
+        if self.live and self.steps and self._whole and self._planned is None and not self._looked:
+            raise ValueError(
+                f"{name} has not looked whether to grow, since it does not know how long a task is learned: set task.steps before "
+                f"begin_task(model, task), or call {grows} yourself."
+            )
+        if self.live and self._planned and self._whole and not 0.8 <= self.steps / self._planned <= 1.25:
+            warnings.warn(
+                f"{self._task} was learned for {self.steps} steps, but {name} had been told {self._planned} (task.steps): it has "
+                "grown at the wrong time, or not at all.",
+                stacklevel=3,
+            )
+
     def _check(self, model: nn.Module) -> None:
         """Nothing locked has moved, and all is finite."""
         self._locks.check(model, type(self).__name__)
@@ -169,6 +228,7 @@ class Expanding(Isolation):
             self.reads.append({})
         own = kept(model, self.output, rest=False)
         self.size = sum(p.numel() for n, p in named_with_frozen(model).items() if n not in own)
+        self.outputs = [*self.outputs[: len(self.tasks) - 1], sum(p.numel() for p in own.values())]
         self.leave(remembered_state(model, own))
 
     def _groups(self, beside: Beside, name: str) -> tuple[list[Tensor], float]:
@@ -212,6 +272,7 @@ class Expanding(Isolation):
     @torch.no_grad()
     def _loss(self, model: nn.Module) -> float:
         """On the validation data, or else what was heard in training."""
+        self._looked = True
         if self._task is None or self._task.valid is None:
             mean = self.heard / self.hearings if self.hearings else 0.0
             self.heard, self.hearings = 0.0, 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -72,6 +73,15 @@ class Extractors(nn.Module):
             whole.bias.copy_(layer.bias)
         return whole
 
+    def together(self, inner: nn.Module, layer: nn.Linear) -> Together:
+        """Copies of all extractors, the newest among them, under one classifier."""
+        with plain(inner):
+            nets = [copy.deepcopy(net) for net in [*self.nets, inner]]
+        for net in nets:
+            parent, _, leaf = self.output.rpartition(".")
+            setattr(net.get_submodule(parent), leaf, nn.Identity())  # what the output layer is given, the net now gives
+        return Together(nets, self.classifier(layer)).eval()
+
     @torch.no_grad()
     def write(self, layer: nn.Linear, whole: nn.Linear) -> None:
         """Give the classifier the weights of a layer such as ``classifier`` gives."""
@@ -123,6 +133,19 @@ class Extractors(nn.Module):
         """What the newest extractor saw in the last pass, once."""
         newest, self.newest, self.listening = self.newest, None, False
         return newest
+
+
+class Together(nn.Module):
+    """W [φ₁(x) … φ_T(x)] + b, as a module like any other."""
+
+    def __init__(self, extractors: list[nn.Module], classifier: nn.Linear) -> None:
+        super().__init__()
+        self.extractors, self.classifier = nn.ModuleList(extractors), classifier
+
+    def forward(self, x: Any) -> Tensor:
+        """Outputs."""
+        said: Tensor = self.classifier(torch.cat([phi(x) for phi in self.extractors], -1))
+        return said
 
 
 def features(net: nn.Module, output: str, *args: Any, **kwargs: Any) -> Tensor:

@@ -39,6 +39,11 @@ def widen(model: nn.Module, link: Link, count: int) -> Link:
       (2): Linear(in_features=8, out_features=2, bias=True)
     )
     """
+    if not isinstance(link, Link) or not isinstance(count, int):
+        raise TypeError(
+            f"widen(model, link, count) takes a link, as everlearn.tracing.links(model) finds it, and a number of units; got "
+            f"{link!r} and {count!r}."
+        )
     if link.rigid:
         raise ValueError(
             f"The model writes out how many inputs {link.consumer!r} has, so {link.producer!r} cannot grow."

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from torch import Tensor, nn
 
 from everlearn.batch import Batch
+from everlearn.params import evaluating
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,9 @@ class Method:
         """Consolidate what the task taught; ``task`` may be any data a task can be made of. [in order]"""
 
     def predict(self, model: nn.Module, x: Any, task: Tensor | None = None) -> Tensor:
-        """Outputs at test time; ``task`` holds each example's task where it is known. [at most one may replace it]"""
-        return model(x)  # type: ignore[no-any-return]
+        """Outputs at test time, in evaluation mode; ``task`` holds each example's where known. [at most one may replace it]"""
+        with evaluating(model):
+            return model(x)  # type: ignore[no-any-return]
 
     # Given.
 

@@ -68,7 +68,8 @@ def remembered(model: nn.Module, anchor: Params, parameters: Params | None = Non
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode inside; outside, every module's mode as before."""
     learning = [m for m in model.modules() if m.training]
-    model.eval()
+    for module in learning:
+        module.training = False
     try:
         yield
     finally:

@@ -83,7 +83,7 @@ def links(model: nn.Module, groups: Mapping[str, str | list[str]] | None = None)
         if not found:
             raise ValueError(
                 f"{type(inner).__name__} cannot be traced ({str(error)[:100]}): name which layer's units go where, "
-                'groups={"conv1": "conv2"}.'
+                'groups={"conv1": "conv2"}, and with BatchNorms between {"conv1": ["norm1", "conv2"]}.'
             ) from error
     layers = {n: m for n, m in inner.named_modules() if _plain(m)}
     tied = {
@@ -115,6 +115,9 @@ def _named(model: nn.Module, producer: str, others: list[str]) -> Link:
         if not isinstance(modules.get(name), NORMS):
             raise ValueError(f"groups: {name!r} is no BatchNorm of this model.")  # noqa: TRY004 - of a wrong name, not a wrong type
     width, wanted = units(modules[producer]), inputs(modules[consumer])
+    for name in norms:
+        if (own := modules[name].num_features) != width:
+            raise ValueError(f"groups: {name!r} is for {own} units, {producer!r} has {width}.")
     if wanted % width:
         raise ValueError(
             f"groups: the {wanted} inputs of {consumer!r} are no multiple of the {width} units of {producer!r}."

@@ -196,7 +196,7 @@ def test_dead_units_go_without_a_trace(small_stream):
     model.eval()
     said, awake, dead = model(x), sum(method.awake.values()), sum(map(len, method.dead.values()))
     method.end_task(model, task)
-    assert method.facts()["units added"] == awake - dead
+    assert method.facts()["units added so far"] == awake - dead
     torch.testing.assert_close(method.predict(model, x, numbered(x, 1)), said, rtol=1e-5, atol=1e-6)
     for block in method.blocks:
         for tensors in block.values():
@@ -290,10 +290,10 @@ def test_with_a_huge_strength_nothing_drifts_and_nothing_is_split(small_stream):
         everlearn.train(model, method, stream[1], epochs=40, batch_size=32)
         far[strength] = max(float((v - before[n]).abs().max()) for n, v in values(model, method).items() if n in before)
         if strength:
-            assert method.facts()["units added"] == 0
+            assert method.facts()["units added so far"] == 0
             torch.testing.assert_close(method.predict(model, x, numbered(x, 0)), said, rtol=0.05, atol=0.05)
         else:
-            assert method.facts()["units added"] > 0
+            assert method.facts()["units added so far"] > 0
     assert far[1e4] < 0.05 * far[0.0]
 
 
@@ -343,7 +343,9 @@ def test_it_forgets_less_than_fine_tuning(small_stream):
     }
     assert ends["den"].average_accuracy > ends["finetune"].average_accuracy + 0.03
     facts = ends["den"].cost["facts"]
-    assert [f["units added"] for f in facts] == sorted(f["units added"] for f in facts) and facts[0]["units added"] == 0
+    assert [f["units added so far"] for f in facts] == sorted(f["units added so far"] for f in facts) and facts[0][
+        "units added so far"
+    ] == 0
 
 
 def test_what_cannot_be_is_told():

@@ -73,7 +73,7 @@ def test_parameters_added_are_those_of_the_formula(small_stream):
     one = lambda before: 8 * (inputs + 1) + 8 * (12 + before + 8 + 1)  # two layers of new units
     heads = 3 * (outputs * 10 + outputs) + outputs * (8 + 16)
     want = (inputs * 12 + 12) + (12 * 10 + 10) + heads + one(0) + one(8)
-    assert method.facts() == {"units added": 32, "all parameters": want}
+    assert method.facts() == {"units added so far": 32, "all parameters": want}
 
 
 def test_growing_changes_nothing_at_its_moment(small_stream, double):
@@ -152,10 +152,10 @@ def test_a_second_identical_task_adds_no_units(small_stream):
 
 def test_the_budget_of_units_is_kept(small_stream):
     _, method = learned(small_stream(), max_units=10, sparsity=0.0)
-    assert method.facts()["units added"] == 20
+    assert method.facts()["units added so far"] == 20
     assert [set(added.values()) for added in method.growth().values()] == [set(), {8}, {2}]
     _, method = learned(small_stream(), max_units=0)
-    assert method.facts()["units added"] == 0 and method.parameters() == []
+    assert method.facts()["units added so far"] == 0 and method.parameters() == []
 
 
 def test_dead_units_go_without_a_trace(small_stream):
@@ -184,7 +184,7 @@ def test_dead_units_go_without_a_trace(small_stream):
         model.eval()
         before, awake = model(x), sum(method.awake.values())
         method.end_task(model, task)
-        left = method.facts()["units added"]
+        left = method.facts()["units added so far"]
         assert 0 <= left < awake == 16
         torch.testing.assert_close(method.predict(model, x, numbered(x, 1)), before, rtol=1e-5, atol=1e-5)
         for block in method.blocks:
@@ -254,7 +254,7 @@ def test_a_task_in_parts_grows_in_each(small_stream):
     model, method, seen = nets.mlp(stream.inputs, stream.outputs, hidden=(12,)), ExpandNet(**GROW, sparsity=0.0), []
     for task in stream:
         everlearn.train(model, method, task, batch_size=8)
-        seen.append(method.facts()["units added"])
+        seen.append(method.facts()["units added so far"])
     assert seen == sorted(seen) and method.stamps == sorted(method.stamps) and set(method.stamps) == {1, 2}
 
 

@@ -61,13 +61,13 @@ def test_overview_shows_forgetting_in_brackets():
 
 def test_what_grows_is_shown_task_by_task():
     grows, stays = result(method="grows"), result(method="stays", accuracy=0.4)
-    grows.cost["facts"] = [{"units added": 0, "width": 3}, {"units added": 12, "width": 3}]
+    grows.cost["facts"] = [{"units added so far": 0, "width": 3}, {"units added so far": 12, "width": 3}]
     stays.cost["facts"] = [{"width": 3}, {"width": 3}]
     *_, last = table([grows, stays]).split("\n\n")
     assert [line.split() for line in last.splitlines()[::2]] == [
         ["growth", "task", "1", "task", "2"], ["grows:", "units", "added", "0", "12"]
     ]  # fmt: skip
     assert "growth" not in table([stays])
-    grows.cost["facts"] = [{"units added": k} for k in range(25)]
+    grows.cost["facts"] = [{"units added so far": k} for k in range(25)]
     *_, last = table([grows]).split("\n\n")
     assert last.split()[1:-3][1:18:2] == [str(t) for t in range(1, 26, 3)] and last.split()[-1] == "24"

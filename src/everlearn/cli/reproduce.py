@@ -33,6 +33,7 @@ class Reproduction(BaseModel):
     cells: str = Field("*", description="Cells as ROW/COLUMN, separated by commas; 'SI/*' takes a row.")
     seeds: int = Field(3, ge=1, description="How many seeds, counted from 0.")
     quick: bool = Field(False, description="A few steps and one seed, to see that all runs: not the protocol.")
+    dry_run: bool = Field(False, description="Only print each cell's command.")
     data: Path | None = Field(None, description="Folder of data sets in files; by default EVERLEARN_DATA.")
     workers: int = Field(1, ge=1, description="Runs side by side, each in a process of its own.")
     threads: int = Field(1, ge=1, description="Threads torch may use; small models are fastest with 1.")
@@ -47,10 +48,14 @@ def reproduce(table: str, options: Reproduction) -> int:
         raise UsageError("--record keeps what the protocol gives, and --quick is not the protocol.")
     failed = False
     for name in chosen:
+        if o.dry_run:
+            for cell in cells(name, o.cells if len(chosen) == 1 else "*", o.quick):
+                print(f"{cell.name}: {cell.command(1 if o.quick else o.seeds)}")
+            continue
         found, wrong = _runs(cells(name, o.cells if len(chosen) == 1 else "*", o.quick), o)
         print(shown(name, read(name), found, o.quick), end="\n\n")
         failed |= wrong
-    if o.record is not None:
+    if o.record is not None and not o.dry_run:
         print(f"{page(o.record)} is written.")
     return 1 if failed else 0
 

@@ -89,6 +89,21 @@ class Cell:
         apart = fmean(accuracies) - self.published
         return "within" if abs(apart) <= self.tolerance else "above" if apart > 0 else "miss"
 
+    def command(self, seeds: int) -> str:
+        """What to type for the runs of this cell alone.
+
+        >>> Cell("T", "ER", "task", 90.0, 0.0, {"methods": "er", "keep_optimizer": True, "set": {"er.capacity": 9}}, "").command(3)
+        'everlearn run --methods er --keep-optimizer --set er.capacity=9 --seeds 3 --threads 1'
+        """
+        words = ["everlearn run"]
+        for option, value in self.options.items():
+            flag = "--" + option.replace("_", "-")
+            if isinstance(value, dict):
+                words += [f"{flag} {field}={v}" for field, v in value.items()]
+            elif value is not False:
+                words.append(flag if value is True else f"{flag} {value}")
+        return " ".join([*words, f"--seeds {seeds}", "--threads 1"])
+
     def plan(self, seeds: int, **given: Any) -> Plan:
         """What to run."""
         return Plan(**self.options, seeds=seeds, **given)

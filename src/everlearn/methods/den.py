@@ -78,7 +78,6 @@ class DEN(Expanding):
                 f"DEN: fit, retrain and expand are shares of a task's steps; together {total:g} is over 1."
             )
         self.phase = ""  # in the first task there is none
-        self.steps = 0
         self.grew = False
         self.anchor: Params = {}  # W*
         self.locked: Params = {}  # True where an entry is
@@ -104,7 +103,8 @@ class DEN(Expanding):
                 self.anchor = {n: v.detach().clone() for n, v in self._weights(model).items()}
                 self.phase = "fit"
                 self._lock_all(model)
-        self._task, planned = as_task(task), getattr(task, "steps", None)
+        planned = getattr(task, "steps", None)
+        self._begin(as_task(task), planned)
         first, second, third = self.fit, self.fit + self.retrain, self.fit + self.retrain + self.expand
         shares = (first, second, third, (third + 1) / 2)
         self._due = [] if planned is None else [max(1, round(share * planned)) for share in shares]
@@ -132,12 +132,14 @@ class DEN(Expanding):
 
     def observe(self, batch: Batch, out: Tensor) -> None:
         """Hear the training loss, where it will be needed."""
+        self._seen += 1
         late = not self._due or self.steps >= (self._due[0] + self._due[1]) // 2
         if self.phase == "retrain" and late and not self.grew:
             self._hear(batch, out)
 
     def before_step(self, model: nn.Module) -> None:
         """No gradient for what is locked."""
+        self._watch()
         for name, p in self._weights(model).items() if self.locked else ():
             if name in self.locked and p.grad is not None:
                 if self.locked[name].all():
@@ -148,17 +150,18 @@ class DEN(Expanding):
     @torch.no_grad()
     def after_step(self, model: nn.Module) -> None:
         """What is locked goes back to where it was, what should be sparse gets sparser; when it is time, the next phase."""
+        self._notice()
         self._locks.restore(model)
         for name, p in self._weights(model).items() if self.locked else ():
             if name in self.locked:
                 torch.where(self.locked[name], self._values[name], p, out=p)
         self._sparser(model)
-        self.steps += 1
         while self.phase and self._due and (at := PHASES.index(self.phase)) < 4 and self.steps >= self._due[at]:
             self.turn(model)
 
     def end_task(self, model: nn.Module, task: Any) -> None:
         """Keep the units that are left, each with its task."""
+        self._check_loop("turn(model)")
         self._check(model)
         if self.live:
             beside, gone = self._attach(model), self.dead

@@ -73,6 +73,7 @@ class ExpandableRepresentation(Replay):
         self.seed = 0
         self.sizes: dict[str, float] = {}
         self._live: Extractors | None = None
+        self._start: list[Tensor] = []  # its own parameters when the task began
         self._old: Tensor | None = None  # which examples of the joined batch are of earlier tasks
         self._views: dict[int, Transform | None] = {}  # how each task's inputs are seen in tests
 
@@ -93,7 +94,7 @@ class ExpandableRepresentation(Replay):
             self._views[number] = getattr(task, "eval_transform", None)
             if self._transforms or getattr(task, "transform", None) is not None:
                 self._transforms[number] = task.transform
-        self._attach(model)
+        self._start = [p.detach().clone() for p in self._attach(model).learning()]
 
     def parameters(self) -> list[nn.Parameter]:
         """The classifier's weights for the frozen extractors, and the auxiliary head."""
@@ -112,6 +113,10 @@ class ExpandableRepresentation(Replay):
 
     def task_loss(self, batch: Batch, out: Tensor) -> Tensor:
         """Of the classifier, and of the auxiliary head."""
+        if not self.begun:
+            raise ValueError(
+                "ExpandableRepresentation knows of no task: call begin_task(model, task) before the first step."
+            )
         loss, old = batch.loss(out), self._old
         if not isinstance(batch.likelihood, Categorical) or batch.labels().dim() != 1:
             raise TypeError(
@@ -139,6 +144,14 @@ class ExpandableRepresentation(Replay):
         if not self.open:
             return
         inner, live = unwrap(model), self._attach(model)
+        wanted = [
+            (p, a) for p, a in zip(live.learning(), self._start, strict=False) if p.grad is not None and p.grad.any()
+        ]
+        if wanted and all(torch.equal(p, a) for p, a in wanted):
+            raise ValueError(
+                "The optimizer does not move ExpandableRepresentation's own parameters: make it after begin_task(model, task), of "
+                "[*model.parameters(), *method.parameters()]."
+            )
         check_finite({**dict(inner.named_parameters()), **{str(i): p for i, p in enumerate(live.learning())}})
         phi, rows = self._pass_over(inner, live, task)
         if len(live) and self.tune_epochs and len(self.memory):
@@ -166,6 +179,11 @@ class ExpandableRepresentation(Replay):
     def facts(self) -> dict[str, float]:
         """How many extractors there are, how wide their features are together, and all parameters that answers need."""
         return dict(self.sizes)
+
+    def export(self, model: nn.Module) -> nn.Module:
+        """A plain module of its own that answers with all extractors, in evaluation mode."""
+        live, layer = self._attach(model), output_layer(model, self.output)[1]
+        return live.together(unwrap(model), layer)
 
     def detach(self, model: nn.Module) -> None:
         """The model stays the newest extractor, with the classifier's weights for it alone."""

@@ -58,8 +58,6 @@ class ExpandNet(Expanding):
                 f"ExpandNet looks at the loss after a share of the steps, rounds times: look * rounds = "
                 f"{self.look:g} * {self.rounds} must not exceed 1."
             )
-        self.steps = 0
-        self._planned: int | None = None
 
     def begin_task(self, model: nn.Module, task: Any) -> None:
         """Lock what is learned; units that may be needed are made, asleep."""
@@ -74,31 +72,33 @@ class ExpandNet(Expanding):
             else:
                 there, most = self._before(beside), self.units * self.rounds
                 self._make(beside, {n: max(0, min(most, self.max_units - there[n])) for n in beside.made})
-        self._task = as_task(task)
-        self._planned = getattr(task, "steps", None)
+        self._begin(as_task(task), getattr(task, "steps", None))
         self._lock(model)
 
     def observe(self, batch: Batch, out: Tensor) -> None:
         """Hear the training loss, where it will be needed."""
+        self._seen += 1
         every = self._every
         if self.live and (not every or (self.steps < every * self.rounds and self.steps % every >= every // 2)):
             self._hear(batch, out)
 
     def before_step(self, model: nn.Module) -> None:
         """No gradient for what is locked."""
+        self._watch()
         self._locks.mask_gradients(model)
 
     def after_step(self, model: nn.Module) -> None:
         """What is locked goes back to where it was, new units shrink; when it is time, look at the loss."""
+        self._notice()
         self._locks.restore(model)
         if self._planned and self.sparsity and any(self.awake.values()):
             self._shrink(self._attach(model), self.sparsity / self._planned)
-        self.steps += 1
         if self._every and self.steps % self._every == 0 and self.steps <= self._every * self.rounds:
             self.look_now(model)
 
     def end_task(self, model: nn.Module, task: Any) -> None:
         """Remove units that read nothing, and keep the rest for good."""
+        self._check_loop("look_now(model)")
         self._check(model)
         if self.live:
             beside = self._attach(model)
