@@ -51,7 +51,7 @@ class SI(QuadraticPenalty):
         self._task: Params = {}  # g
         self._away: Params = {}  # θ - θ*, at these versions of the parameters
         self._versions: list[tuple[int, int]] = []
-        self._pulled = self._ready = False
+        self._pulled = self._ready = self._arrived = False
 
     def begin_task(self, model: nn.Module, task: Any) -> None:
         """The path of new parameters begins here."""
@@ -72,7 +72,7 @@ class SI(QuadraticPenalty):
                 "SI.before_step found no gradients: call it after loss.backward(), before optimizer.step()."
             )
         self._live = {n: p for n, p in parameters.items() if n in self.path}
-        self._locate(trust=self._owes)
+        self._locate(trust=self._owes and self._arrived)
         held = [n for n in self._live if n in self.omega.values]
         self._task = {n: p.grad for n, p in self._live.items() if p.grad is not None}
         self._task |= {n: g.clone() for n, g in self._task.items() if n not in held}  # clipping works in place
@@ -90,7 +90,7 @@ class SI(QuadraticPenalty):
         """The pull, if the loop has not called for it."""
         if not self._pulled:
             self.pull(model)
-        self._pulled, self._ready = False, True
+        self._pulled, self._ready, self._arrived = False, True, False
 
     @torch.no_grad()
     def after_step(self, model: nn.Module) -> None:
@@ -104,7 +104,7 @@ class SI(QuadraticPenalty):
         if names and (moved or all(g.sum().isfinite() for g in self._task.values())):
             torch._foreach_sub_(back := [start[n] for n in names], [self._away[n] for n in names])
             torch._foreach_addcmul_([self.path[n] for n in names], list(self._task.values()), back)
-        self._live, self._task, self._ready = {}, {}, False
+        self._live, self._task, self._ready, self._arrived = {}, {}, False, True
         self.steps += 1
         if self.consolidate_every and self.steps % self.consolidate_every == 0:
             self._arrive(model)
@@ -120,7 +120,10 @@ class SI(QuadraticPenalty):
         self._away = {}
 
     def _locate(self, trust: bool = False) -> bool:
-        """Find θ - θ* and tell whether θ is a new version; with trust the last one stands if not: writing to p.data makes none."""
+        """Find θ - θ* and tell whether θ is a new version, which writing to p.data and fused optimizers do not make.
+
+        With trust, what was found at the end of the last step stands where there is none.
+        """
         versions = [(id(p), p._version) for p in self._live.values()]
         if (moved := versions != self._versions) or not trust:
             anchors = [on(self.bowl.anchor[n], p) for n, p in self._live.items()]
