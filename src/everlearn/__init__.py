@@ -1,6 +1,6 @@
 """Everlearn: let a PyTorch model go on learning without forgetting."""
 
-from everlearn import curvature, growth, heads, metrics, nets, optim, results, streams
+from everlearn import curvature, growth, heads, metrics, nets, optim, results, sources, streams
 from everlearn.batch import Batch
 from everlearn.isolation import Isolation
 from everlearn.likelihood import Bernoulli, Categorical, Gaussian, Likelihood
@@ -76,6 +76,7 @@ __all__ = [
     "optim",
     "results",
     "run",
+    "sources",
     "streams",
     "train",
 ]

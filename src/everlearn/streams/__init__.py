@@ -3,14 +3,21 @@
 from collections.abc import Callable
 
 from everlearn.stream import Stream
-from everlearn.streams.build import from_tasks, online, permuted, rotated, split
-from everlearn.streams.cifar import load as cifar100_data
-from everlearn.streams.cifar import split_cifar100
+from everlearn.streams.alphabets import omniglot
+from everlearn.streams.build import permuted, rotated, split
+from everlearn.streams.chunks import online
+from everlearn.streams.cifar import split_cifar10, split_cifar100
+from everlearn.streams.core50 import core50_nc, core50_ni
 from everlearn.streams.digits import digits, online_digits, permuted_digits, rotated_digits
 from everlearn.streams.digits import load as digits_data
-from everlearn.streams.mnist import load as mnist_data
-from everlearn.streams.mnist import load_fashion as fashion_mnist_data
+from everlearn.streams.domains import digits_domains
+from everlearn.streams.five import five_datasets
+from everlearn.streams.gas import gas_drift
+from everlearn.streams.intents import clinc150
+from everlearn.streams.mas import mas_sequence
 from everlearn.streams.mnist import permuted_mnist, rotated_mnist, split_fashion_mnist, split_mnist
+from everlearn.streams.own import from_tasks
+from everlearn.streams.words import bag
 
 STREAMS: dict[str, Callable[..., Stream]] = {
     "digits": digits,
@@ -21,17 +28,32 @@ STREAMS: dict[str, Callable[..., Stream]] = {
     "permuted-mnist": permuted_mnist,
     "rotated-mnist": rotated_mnist,
     "split-fashion-mnist": split_fashion_mnist,
+    "split-cifar10": split_cifar10,
     "split-cifar100": split_cifar100,
+    "digits-domains": digits_domains,
+    "five-datasets": five_datasets,
+    "omniglot": omniglot,
+    "mas-sequence": mas_sequence,
+    "core50-ni": core50_ni,
+    "core50-nc": core50_nc,
+    "gas-drift": gas_drift,
+    "clinc150": clinc150,
 }
 
 __all__ = [
     "STREAMS",
-    "cifar100_data",
+    "bag",
+    "clinc150",
+    "core50_nc",
+    "core50_ni",
     "digits",
     "digits_data",
-    "fashion_mnist_data",
+    "digits_domains",
+    "five_datasets",
     "from_tasks",
-    "mnist_data",
+    "gas_drift",
+    "mas_sequence",
+    "omniglot",
     "online",
     "online_digits",
     "permuted",
@@ -41,6 +63,7 @@ __all__ = [
     "rotated_digits",
     "rotated_mnist",
     "split",
+    "split_cifar10",
     "split_cifar100",
     "split_fashion_mnist",
     "split_mnist",

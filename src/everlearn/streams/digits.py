@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from everlearn.stream import Scenario, Stream
-from everlearn.streams.build import online, permuted, rotated, split
+from everlearn.streams.build import permuted, rotated, split
+from everlearn.streams.chunks import online
 
 Pair = tuple[Tensor, Tensor]
 

@@ -56,6 +56,27 @@ class Rotation:
         return turned if x.is_floating_point() else turned.round().to(x.dtype)
 
 
+@dataclass(frozen=True)
+class Fitted:
+    """Images of any size, grey or in colour, bytes or numbers, as numbers of one shape (channels, size, size).
+
+    >>> Fitted(3, 32)(torch.zeros(5, 1, 28, 28, dtype=torch.uint8)).shape
+    torch.Size([5, 3, 32, 32])
+    """
+
+    channels: int
+    size: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """For a batch of shape (examples, channels, height, width)."""
+        if x.dim() != 4 or x.shape[1] not in (1, self.channels):
+            raise ValueError(f"Images with 1 or {self.channels} channels can be fitted, got shape {tuple(x.shape)}.")
+        x = x.to(torch.float32) / 255 if x.dtype == torch.uint8 else x
+        if tuple(x.shape[2:]) != (self.size, self.size):
+            x = F.interpolate(x, (self.size, self.size), mode="bilinear", antialias=True)
+        return x.expand(-1, self.channels, -1, -1)
+
+
 def part(
     source: Source, index: Tensor | None = None, rename: Mapping[int, int] | None = None, view: View | None = None
 ) -> Source:

@@ -1,0 +1,138 @@
+"""What a source gives: a training and a test pair, and what is known of the classes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Pair = tuple[Any, Tensor]
+
+
+class Data(tuple[Pair, Pair]):
+    """The pair ((x, y), (x_test, y_test)), with what is known of the classes beside it.
+
+    Args:
+        train: inputs and labels to learn from.
+        test: inputs and labels to be tested on.
+        names: of the classes, by their number; empty where nobody named them.
+        groups: the classes that belong together, by the name of the group (a domain, an alphabet).
+        times: for every training and every test example, which period it is from (drifting data only).
+
+    >>> data = Data((torch.zeros(4, 2), torch.arange(4)), (torch.zeros(1, 2), torch.zeros(1)), names=list("abcd"))
+    >>> (x, y), (x_test, y_test) = data
+    >>> x.shape, data.names[3]
+    (torch.Size([4, 2]), 'd')
+    """
+
+    names: list[str]
+    groups: dict[str, list[int]]
+    times: tuple[Tensor, Tensor] | None
+
+    def __new__(
+        cls,
+        train: Pair,
+        test: Pair,
+        *,
+        names: Iterable[str] = (),
+        groups: Mapping[str, Sequence[int]] | None = None,
+        times: tuple[Tensor, Tensor] | None = None,
+    ) -> Self:
+        """A tuple is made here, before there is anything to initialise."""
+        _must_match(*train)
+        _must_match(*test)
+        self = super().__new__(cls, (train, test))
+        self.names = [str(name) for name in names]
+        self.groups = {group: list(classes) for group, classes in (groups or {}).items()}
+        self.times = times
+        return self
+
+    def __getnewargs_ex__(self) -> tuple[tuple[Pair, Pair], dict[str, Any]]:
+        return (self[0], self[1]), {"names": self.names, "groups": self.groups, "times": self.times}
+
+    def copy(self) -> Data:
+        """A copy of its own whose images are numbers from 0 to 1."""
+        (x, y), (x_test, y_test) = self
+        times = None if self.times is None else (self.times[0].clone(), self.times[1].clone())
+        train, test = (_own(x), y.clone()), (_own(x_test), y_test.clone())
+        return Data(train, test, names=self.names, groups=self.groups, times=times)
+
+
+def _own(x: Any) -> Any:
+    if not isinstance(x, Tensor):
+        return list(x)
+    return x.to(torch.float32) / 255 if x.dtype == torch.uint8 else x.clone()
+
+
+def hold_back(
+    x: Any,
+    y: Tensor,
+    share: float = 0.2,
+    *,
+    names: Iterable[str] = (),
+    groups: Mapping[str, Sequence[int]] | None = None,
+) -> Data:
+    """Data without a published test set, cut in two: of each class, examples at equal distances are for tests.
+
+    >>> (x, y), (x_test, y_test) = hold_back(torch.arange(10.0), torch.zeros(10, dtype=torch.long))
+    >>> x_test
+    tensor([4., 9.])
+    """
+    _must_match(x, y)
+    test = held_back(y, share)
+    return Data((_some(x, ~test), y[~test]), (_some(x, test), y[test]), names=names, groups=groups)
+
+
+def _must_match(x: Any, y: Tensor) -> None:
+    if len(x) != len(y):
+        raise ValueError(f"There are {len(x):,} inputs but {len(y):,} labels: one is needed for each.")
+
+
+def _some(x: Any, rows: Tensor) -> Any:
+    return x[rows] if isinstance(x, Tensor) else [x[i] for i in rows.nonzero().flatten().tolist()]
+
+
+def held_back(y: Tensor, share: float = 0.2) -> Tensor:
+    """Which examples are for tests: with a share of 0.2 every fifth of each class, and one where there are two to four."""
+    if not 0 < share < 1:
+        raise ValueError(f"The share of examples for tests lies between 0 and 1, got {share}.")
+    groups = y.unique() if not y.is_floating_point() and y.dim() == 1 else [None]
+    test = torch.zeros(len(y), dtype=torch.bool)
+    for group in groups:
+        rows = torch.arange(len(y)) if group is None else (y == group).nonzero().flatten()
+        passed = (torch.arange(len(rows) + 1, dtype=torch.float64) * share + 1e-9).floor()
+        test[rows] = passed[1:] > passed[:-1]
+        if len(rows) > 1 and not test[rows].any():
+            test[rows[-1]] = True
+    return test
+
+
+def images(raw: np.ndarray) -> Tensor:
+    """Images as torch has them, (examples, channels, height, width), from grey ones or from channels that come last.
+
+    >>> images(np.zeros((5, 8, 8, 3), np.uint8)).shape
+    torch.Size([5, 3, 8, 8])
+    """
+    if raw.ndim == 3:
+        raw = raw[:, None]
+    elif raw.ndim == 4 and raw.shape[-1] in (1, 3, 4) and raw.shape[1] not in (1, 3):
+        raw = np.moveaxis(raw, -1, 1)
+    return torch.from_numpy(np.ascontiguousarray(raw))
+
+
+def numbered(labels: Any) -> tuple[Tensor, list[str]]:
+    """Labels as numbers, and their names: whole numbers from 0 stay, others are fractions to predict, words are counted.
+
+    >>> numbered(["dog", "cat", "dog"])
+    (tensor([1, 0, 1]), ['cat', 'dog'])
+    """
+    values = np.asarray(labels)
+    if values.dtype.kind in "iub" and (not values.size or values.min() >= 0):
+        return torch.from_numpy(values.astype(np.int64)), []
+    if values.dtype.kind == "f":
+        return torch.from_numpy(values.astype(np.float32)), []
+    names, y = np.unique(values.astype(str) if values.dtype.kind == "O" else values, return_inverse=True)
+    return torch.from_numpy(y.astype(np.int64)), [str(name) for name in names]

@@ -1,0 +1,196 @@
+"""Downloads from a server on this machine: resumed, verified, there only when whole."""
+
+import hashlib
+import http.server
+import re
+import tarfile
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+
+from everlearn.sources import SOURCES, load
+from everlearn.sources.download import fetch
+from everlearn.sources.files import File, md5
+from tests import layouts
+
+pytestmark = pytest.mark.enable_socket
+CONTENT = bytes(range(256)) * 4000
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """A server that can break off, lack ranges, or answer otherwise than asked."""
+
+    def do_GET(self):
+        server = self.server
+        server.asked.append(self.headers.get("Range"))
+        whole = server.files.get(self.path)
+        if whole is None:
+            return self.send_error(404)
+        start = int(re.match(r"bytes=(\d+)-", self.headers["Range"])[1]) if self.headers.get("Range") else None
+        if start is not None and server.ranges and start >= len(whole):
+            self.send_response(416)
+            self.send_header("Content-Range", f"bytes */{len(whole)}")
+            return self.end_headers()
+        body = whole[start:] if start is not None and server.ranges else whole
+        self.send_response(206 if start is not None and server.ranges else 200)
+        if start is not None and server.ranges:
+            first = start + server.shift
+            self.send_header("Content-Range", f"bytes {first}-{len(whole) - 1}/{len(whole)}")
+        if server.announces:
+            self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body[: server.breaks.pop(0)] if server.breaks else body)
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def server(monkeypatch):
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.files, server.asked, server.breaks = {"/a.bin": CONTENT}, [], []
+    server.ranges, server.announces, server.shift = True, True, 0
+    server.url = f"http://127.0.0.1:{server.server_address[1]}"
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+@pytest.fixture
+def file(server):
+    return File("a.bin", hashlib.md5(CONTENT, usedforsecurity=False).hexdigest(), url=f"{server.url}/a.bin")
+
+
+def test_a_download_with_progress(server, file, tmp_path, capsys):
+    fetch(file, tmp_path / "new" / "a.bin")
+    assert (tmp_path / "new" / "a.bin").read_bytes() == CONTENT
+    assert [p.name for p in (tmp_path / "new").iterdir()] == ["a.bin"]
+    assert "a.bin" in capsys.readouterr().err and server.asked == [None]
+
+
+def test_a_connection_that_breaks_is_taken_up_again(server, file, tmp_path):
+    server.breaks = [300_000, 100_000]
+    fetch(file, tmp_path / "a.bin")
+    assert (tmp_path / "a.bin").read_bytes() == CONTENT
+    assert server.asked == [None, "bytes=300000-", "bytes=400000-"]
+
+
+def test_an_interrupted_download_goes_on_at_the_next_call(server, file, tmp_path):
+    server.breaks = [100_000] * 3
+    with pytest.raises(
+        OSError, match=r"ended after 300,000 of 1,024,000 bytes. 300,000 bytes are kept in .*a.bin.part"
+    ):
+        fetch(file, tmp_path / "a.bin")
+    assert not (tmp_path / "a.bin").exists() and (tmp_path / "a.bin.part").stat().st_size == 300_000
+    fetch(file, tmp_path / "a.bin")
+    assert (tmp_path / "a.bin").read_bytes() == CONTENT and server.asked[-1] == "bytes=300000-"
+    assert not (tmp_path / "a.bin.part").exists()
+
+
+def test_a_server_without_ranges_sends_all_again(server, file, tmp_path):
+    server.ranges = False
+    (tmp_path / "a.bin.part").write_bytes(CONTENT[:5000])
+    fetch(file, tmp_path / "a.bin")
+    assert (tmp_path / "a.bin").read_bytes() == CONTENT
+
+
+def test_a_server_that_announces_no_length(server, file, tmp_path):
+    server.announces = False
+    fetch(file, tmp_path / "a.bin")
+    assert (tmp_path / "a.bin").read_bytes() == CONTENT
+
+
+def test_a_part_that_is_whole_already(server, file, tmp_path):
+    for known in (file, replace(file, size=len(CONTENT))):
+        (tmp_path / "a.bin.part").write_bytes(CONTENT)
+        fetch(known, tmp_path / "a.bin")
+        assert (tmp_path / "a.bin").read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize("shift", [0, 7])
+def test_a_part_that_does_not_fit_is_thrown_away(server, file, shift, tmp_path):
+    server.shift = shift
+    (tmp_path / "a.bin.part").write_bytes(CONTENT[:999] if shift else CONTENT + b"more")
+    fetch(file, tmp_path / "a.bin")
+    assert (tmp_path / "a.bin").read_bytes() == CONTENT and server.asked[-1] is None
+
+
+def test_a_wrong_checksum_removes_the_file(server, file, tmp_path):
+    with pytest.raises(ValueError, match=r"is damaged: its md5 is .*What was downloaded has been removed."):
+        fetch(replace(file, md5="0" * 32), tmp_path / "a.bin")
+    with pytest.raises(ValueError, match=r"has 1,024,000 bytes, not 2,000,000.*removed"):
+        fetch(replace(file, md5=None, size=2_000_000), tmp_path / "a.bin")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_server_that_sends_too_much(server, file, tmp_path):
+    with pytest.raises(ValueError, match="sends more than the 1,000 bytes"):
+        fetch(replace(file, size=1000), tmp_path / "a.bin")
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_checksum_or_size_nothing_is_resumed(server, file, tmp_path):
+    (tmp_path / "a.bin.part").write_bytes(b"of another version")
+    fetch(replace(file, md5=None), tmp_path / "a.bin")
+    assert (tmp_path / "a.bin").read_bytes() == CONTENT and server.asked == [None]
+
+
+def test_what_cannot_be_got(server, file, tmp_path):
+    with pytest.raises(OSError, match=r"Could not download .*/b.bin: HTTP Error 404.*put it at"):
+        fetch(replace(file, url=f"{server.url}/b.bin"), tmp_path / "a.bin")
+    assert len(server.asked) == 1, "a refusal is not asked again"
+    with pytest.raises(OSError, match="Could not download"):
+        fetch(replace(file, url="http://127.0.0.1:9/a.bin"), tmp_path / "a.bin")
+    with pytest.raises(ValueError, match="from http:// and https:// addresses only, got 'file:///etc/passwd'"):
+        fetch(replace(file, url="file:///etc/passwd"), tmp_path / "a.bin")
+
+
+@pytest.mark.usefixtures("unverified")
+def test_load_downloads_the_files_of_a_set(server, tmp_path, monkeypatch):
+    layouts.write_mnist(tmp_path / "mnist")
+    row = SOURCES["mnist"]
+    files = []
+    for one in row.layouts[0].files:
+        server.files[f"/{one.name}"] = (tmp_path / "mnist" / one.name).read_bytes()
+        files.append(replace(one, md5=md5(tmp_path / "mnist" / one.name), url=f"{server.url}/{one.name}"))
+    layout = replace(row.layouts[0], files=tuple(files))
+    monkeypatch.setitem(SOURCES, "mnist", replace(row, layouts=(layout,)))
+    truth = load("mnist", tmp_path)
+    assert torch.equal(load("mnist", tmp_path / "new", download=True)[0][0], truth[0][0])
+    (tmp_path / "new" / "mnist" / files[1].name).unlink()
+    asked = len(server.asked)
+    load("mnist", tmp_path / "new", download=True)
+    assert len(server.asked) == asked + 1, "only what is missing"
+    load("mnist", tmp_path / "new", download=True)
+    assert len(server.asked) == asked + 1
+
+
+@pytest.mark.usefixtures("unverified")
+def test_load_downloads_and_unpacks_an_archive(server, tmp_path, monkeypatch):
+    layouts.write_cifar100(tmp_path / "cifar-100-binary")
+    truth = load("cifar100", tmp_path)
+    with tarfile.open(tmp_path / "cifar-100-binary.tar.gz", "w:gz") as tape:
+        tape.add(tmp_path / "cifar-100-binary", "cifar-100-binary")
+    archive = tmp_path / "cifar-100-binary.tar.gz"
+    server.files["/c.tar.gz"] = archive.read_bytes()
+    row = SOURCES["cifar100"]
+    known = replace(row.layouts[0].archives[0], url=f"{server.url}/c.tar.gz", md5=md5(archive))
+    monkeypatch.setitem(SOURCES, "cifar100", replace(row, layouts=(replace(row.layouts[0], archives=(known,)),)))
+    assert torch.equal(load("cifar100", tmp_path / "new", download=True)[0][0], truth[0][0])
+    (tmp_path / "by hand").mkdir()
+    archive.rename(tmp_path / "by hand" / archive.name)
+    load("cifar100", tmp_path / "by hand", download=True)
+    assert len(server.asked) == 1, "an archive that is there is unpacked without the network"
+
+
+def test_a_set_that_must_be_got_by_hand_says_so(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"missing .*batch10.dat; get it from archive.ics.uci.edu"):
+        load("gas_drift", tmp_path, download=True)
+    with pytest.raises(FileNotFoundError, match=r"Where is mnist\?"):
+        load("mnist", download=True)

@@ -1,0 +1,141 @@
+"""Finding a data set's files, verifying them, saying what is missing."""
+
+import pickle
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from everlearn import sources
+from everlearn.sources import SOURCES, load
+from everlearn.sources.files import md5
+from everlearn.sources.mnist import read_idx
+from everlearn.sources.published import raw
+from tests.layouts import IDX, idx, write_cifar100, write_gas, write_mnist
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [(8, "u1"), (9, "i1"), (11, ">i2"), (12, ">i4"), (13, ">f4"), (14, ">f8")])
+@pytest.mark.parametrize("name", ["a.idx", "a.gz"])
+def test_idx_files_of_every_kind(kind, dtype, name, tmp_path):
+    import gzip
+
+    content = idx(np.arange(24).reshape(2, 3, 4).astype(dtype), kind)
+    (tmp_path / name).write_bytes(gzip.compress(content) if name == "a.gz" else content)
+    assert torch.equal(read_idx(tmp_path / name).double(), torch.arange(24.0).view(2, 3, 4).double())
+
+
+@pytest.mark.parametrize("content", [b"", b"\0\0\x08", b"\0\0\x07\1\0\0\0\1a", b"\0\0\x08\1\0\0\0\5ab", b"hello world"])
+def test_damaged_idx_files(content, tmp_path):
+    for name in ("a.idx", "a.gz"):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match="is not an idx file, or is damaged"):
+            read_idx(tmp_path / name)
+
+
+@pytest.fixture
+def signed(tmp_path, monkeypatch):
+    """A small MNIST whose checksums are taken for the published ones."""
+    monkeypatch.delenv("EVERLEARN_DATA", raising=False)
+    write_mnist(tmp_path / "mnist")
+    layout = SOURCES["mnist"].layouts[0]
+    files = tuple(replace(file, md5=md5(tmp_path / "mnist" / file.name)) for file in layout.files)
+    row = replace(SOURCES["mnist"], layouts=(replace(layout, files=files),))
+    monkeypatch.setitem(SOURCES, "mnist", row)
+    return tmp_path
+
+
+def test_the_folder_may_be_given_in_three_ways(signed, monkeypatch):
+    x = load("mnist", signed)[0][0]
+    assert torch.equal(load("mnist", str(signed / "mnist"))[0][0], x)
+    monkeypatch.setenv("EVERLEARN_DATA", str(signed))
+    assert torch.equal(load("mnist")[0][0], x)
+
+
+def test_missing_files_are_named_with_where_to_get_them(signed):
+    with pytest.raises(
+        FileNotFoundError, match=r"Where is mnist\? Give the folder .*--data.*EVERLEARN_DATA.*train-images"
+    ):
+        load("mnist")
+    (signed / "mnist" / IDX[2]).unlink()
+    message = r"not whole in .*: missing t10k-images-idx3-ubyte.gz; get it from yann.lecun.com.*download=True"
+    with pytest.raises(FileNotFoundError, match=message):
+        load("mnist", signed)
+    with pytest.raises(FileNotFoundError, match="missing train-images"):
+        load("mnist", signed / "nowhere")
+    with pytest.raises(FileNotFoundError, match=r"missing data_batch_1.bin.*unpacked from cifar-10-binary.tar.gz"):
+        load("cifar10", signed)
+    with pytest.raises(FileNotFoundError, match=r"missing batch1.dat.*get it from archive.ics.uci.edu"):
+        load("gas_drift", signed)
+
+
+@pytest.mark.parametrize("download", [False, True])
+def test_a_damaged_file_is_named(signed, download):
+    file = signed / "mnist" / IDX[2]
+    load("mnist", signed)
+    file.write_bytes(file.read_bytes()[:-1])  # noticed although the set has been read before
+    with pytest.raises(ValueError, match=r"t10k-images-idx3-ubyte.gz is damaged: its md5 is \w+, not \w+; get it anew"):
+        load("mnist", signed, download=download)
+
+
+def test_sizes_are_checked_where_there_is_no_checksum(tmp_path):
+    write_cifar100(tmp_path / "cifar-100-binary")
+    with pytest.raises(ValueError, match=r"train.bin is damaged: it has 614,800 bytes, not 153,700,000"):
+        load("cifar100", tmp_path)
+    write_gas(tmp_path / "gas_drift", {4: 100})
+    with pytest.raises(ValueError, match=r"batch4.dat is damaged: it has 100 measurements, not 161"):
+        load("gas_drift", tmp_path)
+
+
+def test_fashion_mnist_has_checksums_of_its_own(signed):
+    (signed / "mnist").rename(signed / "fashion_mnist")
+    with pytest.raises(ValueError, match="is damaged"):
+        load("fashion_mnist", signed)
+
+
+def test_what_the_caller_changes_is_the_callers(signed):
+    first = load("mnist", signed)
+    kept = first[0][0].clone()
+    for part in (*first[0], *first[1]):
+        part.zero_()
+    assert torch.equal(load("mnist", signed)[0][0], kept)
+    assert raw("mnist", signed)[0][0].dtype == torch.uint8
+    assert raw("mnist", signed) is raw("mnist", signed), "read once a process"
+
+
+def test_data_are_a_pair_that_can_be_sent_to_another_process(signed):
+    data = load("mnist", signed)
+    assert isinstance(data, tuple) and len(data) == 2
+    again = pickle.loads(pickle.dumps(data))
+    assert torch.equal(again[1][0], data[1][0]) and again.names == data.names == list("0123456789")
+
+
+def test_unknown_names_are_answered_with_the_nearest():
+    with pytest.raises(ValueError, match=r"Unknown data set 'cifar_10'. Did you mean 'cifar10'\? There are: mnist,"):
+        load("cifar_10", ".")
+
+
+def test_every_row_says_where_it_comes_from():
+    for name, data in SOURCES.items():
+        assert data.name == name and data.origin
+        for layout in data.layouts:
+            assert layout.files
+            for file in (*layout.files, *layout.archives):
+                assert file.md5 is None or len(file.md5) == 32
+                assert file.url == "" or (file.url.startswith("http") and (file.md5 or file.size)), "verified when got"
+    assert set(sources.__all__) <= set(vars(sources))
+
+
+def test_published_checksums_equal_torchvisions():
+    """Those of files that both read; torchvision's code is looked at, not run."""
+    from importlib.util import find_spec
+    from pathlib import Path
+
+    found = find_spec("torchvision")
+    if found is None or found.origin is None:
+        pytest.skip("torchvision is not here")
+    folder = Path(found.origin).parent / "datasets"
+    text = "".join((folder / f"{name}.py").read_text() for name in ("mnist", "svhn", "usps", "omniglot", "flowers102"))
+    for name in ("mnist", "fashion_mnist", "svhn", "usps", "omniglot", "flowers"):
+        files = [f for layout in SOURCES[name].layouts for f in (*layout.files, *layout.archives) if f.url and f.md5]
+        assert files and all(file.md5 in text for file in files), name
