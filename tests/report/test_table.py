@@ -65,7 +65,7 @@ def test_what_grows_is_shown_task_by_task():
     stays.cost["facts"] = [{"width": 3}, {"width": 3}]
     *_, last = table([grows, stays]).split("\n\n")
     assert [line.split() for line in last.splitlines()[::2]] == [
-        ["growth", "task", "1", "task", "2"], ["grows:", "units", "added", "0", "12"]
+        ["growth", "task", "1", "task", "2"], ["grows:", "units", "added", "so", "far", "0", "12"]
     ]  # fmt: skip
     assert "growth" not in table([stays])
     grows.cost["facts"] = [{"units added so far": k} for k in range(25)]

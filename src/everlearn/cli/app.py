@@ -26,6 +26,7 @@ from everlearn.cli.workers import outcomes
 from everlearn.method import Method
 from everlearn.methods import METHODS
 from everlearn.nets import NETS
+from everlearn.report.files import Format, write
 from everlearn.report.table import overview, table
 from everlearn.results import Result, files
 from everlearn.stream import Stream
@@ -128,11 +129,13 @@ def reproduce(table: str, *, options: Annotated[Reproduction, Parameter(name="*"
 
 
 @app.command
-def report(folder: Path) -> int:
-    """Show the results of a folder as tables: mean ± standard deviation over seeds.
+def report(folder: Path, *, format: Format = "html", out: Path | None = None) -> int:
+    """Show the results of a folder: tables here, and a page with pictures that opens in any browser, offline.
 
     Args:
         folder: Where 'everlearn run' or 'everlearn compare' wrote its results.
+        format: html, a page; md, tables for a document; csv, a line per run; png, the main pictures; text, only what is shown here.
+        out: The file to write; by default 'report' in the folder.
     """
     whole, code = [], 0
     for path in files(folder):
@@ -143,6 +146,8 @@ def report(folder: Path) -> int:
             code = 1
     if whole:
         print(table(whole))
+    if whole and format != "text":
+        print(f"\n{write(whole, format, out or folder / f'report.{format}', str(folder))} is written.")
     return code
 
 

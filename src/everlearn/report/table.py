@@ -57,18 +57,27 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 
 
-def _groups(results: Iterable[Result]) -> dict[tuple[str, str], Group]:
-    """By stream and scenario, then by method; seeds are averaged, whatever else differs is told apart by name."""
+def named_runs(results: Iterable[Result]) -> list[tuple[Result, tuple[str, str, str]]]:
+    """Every result with its stream, its scenario and its method, whose name tells whatever differs besides the seed."""
     by_setting: dict[tuple[str, str], list[Result]] = defaultdict(list)
     for r in results:
         by_setting[r.config.get("stream", {}).get("name", "?"), r.config.get("scenario", "?")].append(r)
+    return [
+        (r, (*setting, ", ".join([r.config["method"], *variant])))
+        for setting, rs in by_setting.items()
+        for r, variant in zip(rs, _variants(rs), strict=True)
+    ]
+
+
+def _groups(results: Iterable[Result]) -> dict[tuple[str, str], Group]:
+    """By stream and scenario, then by method, the best first; seeds are averaged."""
     groups: dict[tuple[str, str], Group] = {}
-    for setting, rs in by_setting.items():
-        group: Group = defaultdict(list)
-        for r, variant in zip(rs, _variants(rs), strict=True):
-            group[", ".join([r.config["method"], *variant])].append(r)
-        groups[setting] = dict(sorted(group.items(), key=lambda item: -np.mean([r.average_accuracy for r in item[1]])))
-    return groups
+    for r, (stream, scenario, method) in named_runs(results):
+        groups.setdefault((stream, scenario), {}).setdefault(method, []).append(r)
+    return {
+        setting: dict(sorted(group.items(), key=lambda item: -np.mean([r.average_accuracy for r in item[1]])))
+        for setting, group in groups.items()
+    }
 
 
 def _variants(results: Sequence[Result]) -> list[list[str]]:

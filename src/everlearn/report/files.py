@@ -1,0 +1,30 @@
+"""Results as a file to look at, in one of several formats."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from everlearn import atomic
+from everlearn.report.html import html
+from everlearn.report.picture import png
+from everlearn.report.runs import as_csv, as_markdown
+from everlearn.results import Result
+
+Format = Literal["html", "md", "csv", "png", "text"]
+
+
+def write(results: Sequence[Result], format: Format, path: Path, title: str) -> Path:
+    """Write the file, whole or not at all."""
+    if format == "html":
+        content = html(results, f"Everlearn: {title}").encode()
+    elif format == "md":
+        content = as_markdown(results).encode()
+    elif format == "csv":
+        content = as_csv(results).encode()
+    else:
+        content = png(results)
+    atomic.writable_folder(path.parent)
+    atomic.write(path, content)
+    return path

@@ -1,0 +1,59 @@
+"""The main pictures as one PNG, for slides and papers."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+from everlearn.report.runs import Run, runs
+from everlearn.results import Result
+
+MARKS = "os^DPvX*"
+
+
+def png(results: Sequence[Result]) -> bytes:
+    """For each stream and scenario: stability against plasticity, and the average over the stream."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ImportError("Pictures need matplotlib: pip install 'everlearn[plot]'.") from None
+    every = runs(results)
+    places = list(dict.fromkeys((r["stream"], r["scenario"]) for r in every))
+    methods = list(dict.fromkeys(r["method"] for r in every))
+    figure = Figure(figsize=(11, 4 * len(places)), dpi=120, layout="constrained")
+    axes = figure.subplots(len(places), 2, squeeze=False)
+    for (left, right), place in zip(axes, places, strict=True):
+        here = [r for r in every if (r["stream"], r["scenario"]) == place]
+        factor = 100 if here[0]["score"] == "accuracy" else 1
+        for i, method in enumerate(methods):
+            mine = [r for r in here if r["method"] == method]
+            _points(left, mine, method, i, factor)
+            _course(right, mine, method, i, factor)
+        left.set(
+            title=f"{place[0]}, {place[1]}-incremental", xlabel="accuracy on new tasks", ylabel="accuracy on old tasks"
+        )
+        right.set(xlabel="tasks learned", ylabel="average over tasks so far")
+        right.legend(fontsize="small")
+    figure.savefig(file := io.BytesIO(), format="png")
+    return file.getvalue()
+
+
+def _points(axis: Any, mine: Sequence[Run], method: str, i: int, factor: int) -> None:
+    pairs = [(r["learning"], r["old tasks"]) for r in mine if None not in (r["learning"], r["old tasks"])]
+    if pairs:
+        axis.scatter(
+            *([factor * v for v in side] for side in zip(*pairs, strict=True)),
+            marker=MARKS[i % 8],
+            label=method,
+            color=f"C{i}",
+        )
+
+
+def _course(axis: Any, mine: Sequence[Run], method: str, i: int, factor: int) -> None:
+    whole = [r for r in mine if len(r["matrix"]) > 1]
+    if not whole:
+        return
+    sofar = [[factor * sum(row[: t + 1]) / (t + 1) for t, row in enumerate(r["matrix"])] for r in whole]
+    mean = [sum(values) / len(values) for values in zip(*sofar, strict=True)]
+    axis.plot(whole[0]["tasks"], mean, marker=MARKS[i % 8], label=method, color=f"C{i}")
