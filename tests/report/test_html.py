@@ -114,7 +114,7 @@ found.focus = document.activeElement.dataset.sort;
 const scenario = document.querySelector('select[data-filter="scenario"]');
 scenario.value = "class";
 scenario.dispatchEvent(new Event("change"));
-found.filtered = rows().map((r) => r[2]);
+found.filtered = rows().map((r) => r[1]);
 document.querySelector('input[data-method="0"]').click();
 found.fewer = rows().map((r) => r[0]);
 const chart = document.querySelector("figure svg");

@@ -15,7 +15,7 @@ from everlearn.streams.five import five_datasets
 from everlearn.streams.gas import gas_drift
 from everlearn.streams.intents import clinc150
 from everlearn.streams.mas import mas_sequence
-from everlearn.streams.mnist import permuted_mnist, rotated_mnist, split_fashion_mnist, split_mnist
+from everlearn.streams.mnist import permuted_mnist, permuted_mnist_32, rotated_mnist, split_fashion_mnist, split_mnist
 from everlearn.streams.own import from_tasks
 from everlearn.streams.words import bag
 
@@ -26,6 +26,7 @@ STREAMS: dict[str, Callable[..., Stream]] = {
     "online-digits": online_digits,
     "split-mnist": split_mnist,
     "permuted-mnist": permuted_mnist,
+    "permuted-mnist-32": permuted_mnist_32,
     "rotated-mnist": rotated_mnist,
     "split-fashion-mnist": split_fashion_mnist,
     "split-cifar10": split_cifar10,
@@ -59,6 +60,7 @@ __all__ = [
     "permuted",
     "permuted_digits",
     "permuted_mnist",
+    "permuted_mnist_32",
     "rotated",
     "rotated_digits",
     "rotated_mnist",

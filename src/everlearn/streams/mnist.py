@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from torch.nn.functional import pad
+
 from everlearn.sources import load
 from everlearn.stream import Scenario, Stream
 from everlearn.streams.build import permuted, rotated, split
@@ -29,6 +31,15 @@ def permuted_mnist(
 ) -> Stream:
     """All ten digits per task, pixels in another order each time."""
     return permuted(*load("mnist", root), tasks=tasks, scenario=scenario, seed=seed, valid=valid, name="permuted-mnist")
+
+
+def permuted_mnist_32(
+    scenario: Scenario = "domain", tasks: int = 10, seed: int = 0, valid: float = 0.0, root: str | Path | None = None
+) -> Stream:
+    """Permuted MNIST with a rim of two pixels, 32 × 32, as van de Ven & Tolias permute it."""
+    (x, y), (x_test, y_test) = load("mnist", root)
+    wide = [(pad(images, (2, 2, 2, 2)), labels) for images, labels in ((x, y), (x_test, y_test))]
+    return permuted(*wide, tasks=tasks, scenario=scenario, seed=seed, valid=valid, name="permuted-mnist-32")
 
 
 def rotated_mnist(

@@ -6,9 +6,9 @@ const METHODS = [...new Set(RUNS.map((r) => r.method))];
 const KIND = Object.fromEntries(METHODS.map((m, i) => [m, i]));
 const wish = { stream: "", scenario: "", hidden: new Set(), sort: "average", down: true, cost: "seconds" };
 const COLUMNS = [
-  ["method", "method"], ["stream", "stream"], ["scenario", "scenario"], ["seeds", "seeds"],
+  ["method", "method"], ["scenario", "scenario"],
   ["average", "average", 1], ["forgetting", "forgetting", -1], ["learning", "learning", 1], ["backward transfer", "backward", 1],
-  ["seconds", "seconds", -1], ["state bytes", "state KB", -1], ["parameters", "parameters", -1],
+  ["seconds", "seconds", -1], ["state bytes", "state KB", -1], ["parameters", "parameters", -1], ["seeds", "seeds"], ["stream", "stream"],
 ];
 
 function unique(values) { return [...new Set(values)]; }
