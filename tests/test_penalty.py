@@ -88,6 +88,16 @@ def test_pulling_is_the_gradient_that_autograd_adds(kind, settings):
     assert any(not torch.equal(alone[n], truth[n]) for n in truth)
 
 
+@pytest.mark.parametrize("kind", ANCHORED)
+def test_the_facts_are_quantiles_of_the_importances(kind):
+    assert kind().facts() == {}
+    _, method = learned(kind)
+    every = torch.cat([v.flatten() for v in method.bowl.form.values.values()])
+    facts = method.facts()
+    assert list(facts) == ["importance 50 %", "importance 90 %", "importance 99 %", "importance 100 %"]
+    assert facts["importance 100 %"] == every.max() and (every <= facts["importance 90 %"]).float().mean() > 0.88
+
+
 def test_a_pull_that_is_forgotten_is_missed():
     model, method = learned(EWC)
     chain = method + Freeze()

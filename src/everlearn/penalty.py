@@ -62,6 +62,17 @@ class QuadraticPenalty(Method):
             name = type(self).__name__
             raise ValueError(f"The loss was taken with pulled=True: call {name}.pull(model) after backward().")
 
+    def facts(self) -> dict[str, float]:
+        """How the importances, times their strength, are distributed: quantiles, of a million of them where there are more."""
+        form = self._holding().form if self.bowl.anchor else None
+        if not isinstance(form, Diagonal) or not form.values:
+            return {}
+        every = sum(v.numel() for v in form.values.values())
+        some = torch.cat([v.detach().flatten()[:: 1 + every // 10**6].float().cpu() for v in form.values.values()])
+        shares = torch.tensor([0.5, 0.9, 0.99, 1.0])
+        found = some.sort().values[((len(some) - 1) * shares).round().long()]
+        return {f"importance {100 * share:.0f} %": float(v) for share, v in zip(shares, found, strict=True)}
+
     def _holding(self) -> Quadratic:
         """What holds now."""
         return self.bowl

@@ -27,6 +27,7 @@ from everlearn.method import Method
 from everlearn.methods import METHODS
 from everlearn.nets import NETS
 from everlearn.report.files import Format, write
+from everlearn.report.serve import server
 from everlearn.report.table import overview, table
 from everlearn.results import Result, files
 from everlearn.stream import Stream
@@ -149,6 +150,24 @@ def report(folder: Path, *, format: Format = "html", out: Path | None = None) ->
     if whole and format != "text":
         print(f"\n{write(whole, format, out or folder / f'report.{format}', str(folder))} is written.")
     return code
+
+
+@app.command
+def watch(folder: Path, *, port: int = 0, refresh: Annotated[int, Field(ge=1)] = 10) -> int:
+    """Show the report of a folder on this machine, renewed while runs go on; Ctrl-C ends it.
+
+    Args:
+        folder: Where results are, or will be.
+        port: Where to serve; 0 for any that is free.
+        refresh: Seconds after which the page loads itself again.
+    """
+    with server(folder, port, refresh) as page:
+        print(f"The report of {folder} is at http://127.0.0.1:{page.server_port}/ (Ctrl-C to end).", flush=True)
+        try:
+            page.serve_forever()
+        except KeyboardInterrupt:
+            return 0
+    return 0
 
 
 @app.command(name="list")

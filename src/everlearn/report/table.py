@@ -132,9 +132,9 @@ def _metrics(group: Group) -> str:
 
 
 def _told(result: Result) -> dict[str, float]:
-    """What the method told of itself after the last task."""
+    """What the method told of itself after the last task; how importances are distributed is for pictures."""
     facts: list[dict[str, float]] = result.cost.get("facts") or [{}]
-    return facts[-1]
+    return {name: value for name, value in facts[-1].items() if not name.startswith("importance")}
 
 
 def _course(group: Group, most: int = 10) -> list[list[str]]:
@@ -145,7 +145,9 @@ def _course(group: Group, most: int = 10) -> list[list[str]]:
     rows = [["growth", *(f"task {t + 1}" for t in shown)]]
     for method, runs in told.items():
         for name in dict.fromkeys(name for facts in runs for after in facts for name in after):
-            if any(len({after.get(name) for after in facts}) > 1 for facts in runs):
+            if not name.startswith("importance") and any(
+                len({after.get(name) for after in facts}) > 1 for facts in runs
+            ):
                 known = [[facts[t].get(name) for facts in runs if t < len(facts)] for t in shown]
                 rows.append([f"{method}: {name}", *(_short(values) for values in known)])
     return rows

@@ -5,6 +5,8 @@ const RUNS = DATA.runs;
 const METHODS = [...new Set(RUNS.map((r) => r.method))];
 const KIND = Object.fromEntries(METHODS.map((m, i) => [m, i]));
 const wish = { stream: "", scenario: "", hidden: new Set(), sort: "average", down: true, cost: "seconds" };
+// A page that loads itself again goes on with what was chosen; where there is nothing to keep it in, it starts anew.
+try { const kept = JSON.parse(sessionStorage.getItem("everlearn") || "{}"); Object.assign(wish, kept, { hidden: new Set(kept.hidden || []) }); } catch { wish.hidden = new Set(); }
 const COLUMNS = [
   ["method", "method"], ["scenario", "scenario"],
   ["average", "average", 1], ["forgetting", "forgetting", -1], ["learning", "learning", 1], ["backward transfer", "backward", 1],
@@ -169,6 +171,7 @@ function draw(focus) {
     section("Importances", "How the importances of parameters are distributed: quantiles, after each task.", make("div", { class: "grid" }, ...importances(runs).filter(Boolean))),
     section("Runs", "Configuration and versions, to do each again.", configuration(runs)),
   ].filter((part) => part && (part.tagName !== "SECTION" || part.lastChild.childNodes.length)));
+  try { sessionStorage.setItem("everlearn", JSON.stringify({ ...wish, hidden: [...wish.hidden] })); } catch { /* a browser that keeps nothing */ }
   if (open) document.querySelector(".filters details").open = true;
   if (focus) document.querySelector(focus)?.focus();
 }
