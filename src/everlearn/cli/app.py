@@ -229,7 +229,7 @@ def start(arguments: Sequence[str]) -> int:
         return _complain(explain(error), 2)
     except UsageError as error:
         return _complain(str(error), 2)
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, ImportError) as error:
         return _complain(str(error), 1)
     except KeyboardInterrupt:
         return _complain("Stopped. Finished runs are kept; the same command goes on from there.", 130)

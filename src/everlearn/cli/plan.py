@@ -14,6 +14,7 @@ import torch
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from everlearn.cli.live import listeners
 from everlearn.cli.names import UsageError, did_you_mean, explain, look_up, make_method, parse_settings, words
 from everlearn.method import Method, label
 from everlearn.nets import NETS
@@ -63,6 +64,7 @@ class Plan(BaseModel):
     data: Path | None = Field(None, description="Folder of data sets in files; by default EVERLEARN_DATA.")
     device: str = Field("cpu", description="Where to train, as torch names it.")
     threads: int | None = Field(None, ge=1, description="Threads torch may use; small models are fastest with 1.")
+    track: str = Field("", description="Who else is told: any of tensorboard, mlflow, wandb, separated by commas.")
     workers: int = Field(1, ge=1, description="Runs side by side, each in a process of its own.")
     out: Path = Field(Path("runs"), description="Folder of the results.")
 
@@ -159,6 +161,7 @@ class Cell:
             optimizer=optimizer(p), epochs=p.epochs or (1 if stream.once else 10), iterations=p.iterations, batch_size=p.batch_size, seed=self.seed,
             clip=p.clip, accumulate=p.accumulate, precision=p.precision, keep_optimizer=p.keep_optimizer,
             split="valid" if p.valid else "test", device=p.device, out=p.out, force=force,
+            trackers=listeners(p.track), progress=False if p.workers > 1 else None,
         )  # fmt: skip
 
 

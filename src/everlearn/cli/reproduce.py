@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import sys
 from collections.abc import Sequence
@@ -62,7 +63,7 @@ def reproduce(table: str, options: Reproduction) -> int:
 
 def _runs(wanted: Sequence[Cell], o: Reproduction) -> tuple[list[tuple[Cell, Runs]], bool]:
     """What every seed of every cell gave; a run that fails is told and does not stop the others."""
-    plan = [c.plan(1 if o.quick else o.seeds, data=o.data, out=o.out / c.table) for c in wanted]
+    plan = [c.plan(1 if o.quick else o.seeds, data=o.data, workers=o.workers, out=o.out / c.table) for c in wanted]
     todo = [(i, cell) for i, p in enumerate(plan) for cell in plans.cells(p)]
     todo.sort(key=lambda one: one[1].seed)  # a first seed of all cells is worth more than all seeds of the first
     found: list[tuple[Cell, Runs]] = [(c, {}) for c in wanted]
@@ -130,9 +131,15 @@ def record(folder: Path, name: str, found: Sequence[tuple[Cell, Runs]]) -> None:
         same = before.get("options") == json.loads(json.dumps(cell.options))
         both = {**(before["runs"] if same else {}), **runs}
         if both:
-            machine = f"{platform.machine()}, {platform.system()}, Python {platform.python_version()}"
-            kept[cell.name] = {"options": cell.options, "machine": machine, "runs": dict(sorted(both.items()))}
+            kept[cell.name] = {"options": cell.options, "machine": machine(), "runs": dict(sorted(both.items()))}
     atomic.write(path, (json.dumps(kept, indent=1, ensure_ascii=False) + "\n").encode())
+
+
+def machine() -> str:
+    """The hardware in a few words."""
+    facts = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").exists() else ""
+    model = next((line.split(":")[1].strip() for line in facts.splitlines() if line.startswith("model name")), "")
+    return f"{model or platform.processor() or platform.machine()}, {os.cpu_count()} cores, {platform.system()}"
 
 
 def page(folder: Path) -> Path:

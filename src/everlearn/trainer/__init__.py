@@ -2,6 +2,7 @@
 
 from everlearn.trainer.evaluation import evaluate
 from everlearn.trainer.running import run
+from everlearn.trainer.tracking import Tracker
 from everlearn.trainer.training import Trained, train
 
-__all__ = ["Trained", "evaluate", "run", "train"]
+__all__ = ["Tracker", "Trained", "evaluate", "run", "train"]

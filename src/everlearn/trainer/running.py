@@ -6,7 +6,7 @@ import copy
 import inspect
 import operator
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -24,10 +24,11 @@ from everlearn.cost import Clock, peak_memory, reset_peak_memory, state_bytes
 from everlearn.fingerprint import fingerprint
 from everlearn.method import Method, label
 from everlearn.metrics import Matrix
-from everlearn.results import Result, file_name, provenance, version
+from everlearn.results import Result, amount, file_name, provenance, version
 from everlearn.seeds import derive, seeded
 from everlearn.stream import Split, Stream, Task
 from everlearn.trainer.evaluation import evaluate
+from everlearn.trainer.tracking import Journal, Tracker
 from everlearn.trainer.training import (
     OptimizerFactory,
     Precision,
@@ -58,6 +59,7 @@ def run(
     split: Split = "test",
     device: str | torch.device | None = None,
     progress: bool | None = None,
+    trackers: Sequence[Tracker] = (),
     out: str | os.PathLike[str] | None = None,
     force: bool = False,
 ) -> Result:
@@ -83,6 +85,7 @@ def run(
         split: which data to test on; "valid" to choose hyper-parameters.
         device: where to train; by default where the model is.
         progress: progress bars; by default only on a terminal.
+        trackers: who is told what happens while it happens, such as ``everlearn.integrations.tensorboard.TensorBoard()``.
         out: a folder for the result; a run that is there already is read instead of done again ...
         force: ... unless you force it. A run on what cannot be told apart (a generator) is always done.
 
@@ -101,9 +104,13 @@ def run(
         config = _config(stream, method, model, training, optimizer, keep_optimizer, split)
         if folder is not None and not force and (done := _whole(folder / file_name(config))) is not None:
             return done
-        made = provenance()
-        accuracy, initial, cost = _learn(model, method, stream, training, optimizer, keep_optimizer, split)
-    result = Result(accuracy, config, initial, cost, made)
+        made, journal, result = provenance(), Journal(trackers), None
+        journal.start(config)
+        try:
+            learned = _learn(model, method, stream, training, optimizer, keep_optimizer, split, journal)
+            result = Result(learned[0], config, *learned[1:], made)
+        finally:
+            journal.finish(result)
     if folder is not None:
         result.save(folder)
     return result
@@ -117,6 +124,7 @@ def _learn(
     optimizer: OptimizerFactory,
     keep_optimizer: bool,
     split: Split,
+    journal: Journal,
 ) -> tuple[Matrix, list[float], dict[str, Any]]:
     """Task after task, each followed by the tests; consecutive tasks with one id count as one."""
     device, clock = device_of(model), Clock()
@@ -129,14 +137,19 @@ def _learn(
     held: list[int] = []
     facts: list[dict[str, float]] = []
     current: OptimizerFactory | Optimizer = optimizer
-    for i, task in enumerate(tqdm(stream.tasks, desc=label(method), leave=False, disable=hide_bar(training.progress))):
-        trained = learn_task(model, method, task, training, current)
+    bar = tqdm(stream.tasks, desc=label(method), leave=False, disable=hide_bar(training.progress))
+    for i, task in enumerate(bar):
+        trained = learn_task(model, method, task, training, current, journal)
         clock.add(trained.seconds)
         goes_on = i + 1 < len(stream) and task.id is not None and stream[i + 1].id == task.id
         current = trained.optimizer if keep_optimizer or goes_on else optimizer
         if not goes_on:
             with clock("evaluate"):
                 rows.append(test(allowed=task.allowed))
+            journal.learned(rows[-1], len(rows) if len(stream) > 1 else len(stream.exams))
+            bar.set_postfix_str(
+                f"so far {amount(float(np.mean(rows[-1][: len(rows)])), stream.exams[0].likelihood.score_name)}"
+            )
             parameters.append(sum(p.numel() for p in model.parameters()))
             held.append(state_bytes(method.state_dict()))
             facts.append(method.facts())

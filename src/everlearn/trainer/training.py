@@ -19,6 +19,7 @@ from everlearn.checks import check_first_batch, check_settings, check_task, expl
 from everlearn.cost import Clock
 from everlearn.method import Method
 from everlearn.stream import Task, as_task
+from everlearn.trainer.tracking import Journal
 
 OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
 SchedulerFactory = Callable[[Optimizer, int], LRScheduler]
@@ -103,11 +104,16 @@ def train(
     training = Training(epochs, iterations, batch_size, seed, scheduler, clip, accumulate, precision, progress)
     if device is not None:
         model.to(device)
-    return learn_task(model, method, as_task(task), training, optimizer)
+    return learn_task(model, method, as_task(task), training, optimizer, Journal())
 
 
 def learn_task(
-    model: nn.Module, method: Method, task: Task, training: Training, optimizer: OptimizerFactory | Optimizer
+    model: nn.Module,
+    method: Method,
+    task: Task,
+    training: Training,
+    optimizer: OptimizerFactory | Optimizer,
+    journal: Journal,
 ) -> Trained:
     """``train`` with its settings as one thing."""
     check_task(task)
@@ -143,6 +149,7 @@ def learn_task(
             method.after_step(model)
             if schedule is not None:
                 schedule.step()
+            journal.stepped(loss)
             if bar is not None:
                 bar.update()
                 if step % 20 == 0:

@@ -1,0 +1,39 @@
+"""Runs in Weights & Biases."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from everlearn.integrations.missing import needed
+from everlearn.results import Result, file_name
+
+
+class WandB:
+    """A tracker that makes one Weights & Biases run per Everlearn run.
+
+    Args:
+        project: its name.
+        mode: "online", "offline" or "disabled"; by default as the environment says (WANDB_MODE).
+    """
+
+    def __init__(self, project: str = "everlearn", mode: str | None = None) -> None:
+        self._wandb, self.project, self.mode = needed("wandb", "wandb"), project, mode
+        self._run: Any = None
+
+    def start(self, config: Mapping[str, Any]) -> None:
+        """A run of the result's own name."""
+        name = file_name(dict(config)).removesuffix(".json")
+        self._run = self._wandb.init(
+            project=self.project, name=name, config=dict(config), mode=self.mode, reinit="finish_previous"
+        )
+
+    def log(self, numbers: Mapping[str, float], step: int) -> None:
+        """A point of each curve."""
+        self._run.log(dict(numbers), step=step)
+
+    def finish(self, result: Result | None) -> None:
+        """With the average accuracy, if it has come to an end."""
+        if result is not None:
+            self._run.summary["average accuracy"] = result.average_accuracy
+        self._run.finish(exit_code=0 if result is not None else 1)
