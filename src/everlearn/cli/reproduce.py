@@ -17,8 +17,9 @@ from tqdm.auto import tqdm
 from everlearn import atomic
 from everlearn.cli import plan as plans
 from everlearn.cli.names import UsageError
-from everlearn.cli.tables import Cell, Table, cells, names, read, spread
+from everlearn.cli.tables import Cell, Table, cells, names, read
 from everlearn.cli.workers import outcomes
+from everlearn.report.runs import spread
 from everlearn.report.table import columns
 from everlearn.results import Result
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from importlib import resources
 from math import sqrt
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -158,12 +158,3 @@ def merged(layers: Sequence[Options]) -> Options:
         both = {"set": {**whole.get("set", {}), **layer["set"]}} if "set" in layer else {}
         whole = {**whole, **layer, **both}
     return whole
-
-
-def spread(values: Sequence[float]) -> str:
-    """Mean ± standard deviation.
-
-    >>> spread([1.0, 3.0]), spread([2.0])
-    ('2.0 ± 1.4', '2.0')
-    """
-    return f"{fmean(values):.1f}" + (f" ± {stdev(values):.1f}" if len(values) > 1 else "")
