@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from everlearn.columns import Hook, take_off
-from everlearn.growth import columns, drawn, widen
+from everlearn.growth import columns, drawn
 from everlearn.heads import output_layer
 from everlearn.params import Params, unwrap
 from everlearn.seeds import generator
@@ -58,19 +59,14 @@ class Beside:
         model: hooks are put on it.
         groups: see ``everlearn.tracing.links``.
         output: name of the output layer; by default the last ``nn.Linear``.
-        view: what takes part, asked at every layer.
         free: whether added units may be read by the old units of chained layers too, through an ``out``.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        groups: Mapping[str, Any] | None,
-        output: str | None,
-        view: Callable[[], View],
-        free: bool = False,
+        self, model: nn.Module, groups: Mapping[str, Any] | None, output: str | None, free: bool = False
     ) -> None:
-        self.model, self.view = unwrap(model), view
+        self.model = unwrap(model)
+        self.view = View()  # what takes part; no more than that is copied and saved with the model's hooks
         self.head = output_layer(self.model, output)[0]
         take_off(self.model)
         found = links(self.model, groups)
@@ -88,17 +84,49 @@ class Beside:
         for name in {**self.feeds, **self.made}:
             layer = self.model.get_submodule(name)
             if name in self.feeds:
-                layer.register_forward_pre_hook(Hook(self._split, name, self.feeds[name]))
-            layer.register_forward_hook(Hook(self._add, name))
+                layer.register_forward_pre_hook(Hook(self._split, name, self.feeds[name]), with_kwargs=True)
+            layer.register_forward_hook(Hook(self._add, name), with_kwargs=True)
         for link in self.links:
             for norm in link.norms:
                 layer = self.model.get_submodule(norm)
-                layer.register_forward_pre_hook(Hook(self._split, norm, link))
+                layer.register_forward_pre_hook(Hook(self._split, norm, link), with_kwargs=True)
                 layer.register_forward_hook(Hook(self._normalise, norm, link))
 
-    def take_off(self) -> None:
-        """Remove the hooks."""
-        take_off(self.model)
+    def is_on(self, model: nn.Module) -> bool:
+        """Whether all these hooks are on a model: another method takes off what it finds, and layers get replaced."""
+
+        def ours(name: str) -> bool:
+            hooks = model.get_submodule(name)._forward_hooks.values()
+            return any(isinstance(h, Hook) and getattr(h.func, "__self__", None) is self for h in hooks)
+
+        return model is self.model and all(ours(name) for name in {**self.feeds, **self.made})
+
+    @contextmanager
+    def showing(self, view: View) -> Iterator[None]:
+        """Inside, something else takes part."""
+        before, self.view = self.view, self.placed(view)
+        try:
+            yield
+        finally:
+            self.view = before
+
+    def placed(self, view: View) -> View:
+        """The same where the model's weights are now, and in their precision."""
+        blocks = [
+            {n: {leaf: moved(v, self._like(n, leaf)) for leaf, v in t.items()} for n, t in block.items()}
+            for block in view.blocks
+        ]
+        return View(blocks, None if view.head is None else moved(view.head, self.weight(self.head)), view.awake)
+
+    def weight(self, name: str) -> Tensor:
+        """What a layer of the model reads."""
+        return cast(Tensor, self.model.get_submodule(name).weight)
+
+    def _like(self, name: str, leaf: str) -> Tensor:
+        """What of the model has the place and precision that a block's tensor should have."""
+        link, (first, _, last) = self.made[name], leaf.partition(".")
+        place = link.norms[int(first.removeprefix("norm"))] if last else link.consumer if leaf == "out" else name
+        return cast(Tensor, getattr(self.model.get_submodule(place), last or "weight"))
 
     def empty(self, before: Mapping[str, int], count: Mapping[str, int]) -> Block:
         """A block of so many units per layer, all zero, behind so many that were added before."""
@@ -113,7 +141,7 @@ class Beside:
                 read = (before[up.producer] + count[up.producer]) * up.repeat
                 block[name]["inner"] = weight.new_zeros(n, read, *weight.shape[2:])
             if link.consumer in self.written:
-                reader: Any = self.model.get_submodule(link.consumer).weight
+                reader = self.weight(link.consumer)
                 block[name]["out"] = reader.new_zeros(len(reader), n * link.repeat, *reader.shape[2:])
             for i, norm in enumerate(link.norms):
                 there = self.model.get_submodule(norm)
@@ -166,7 +194,7 @@ class Beside:
             head = head.detach()[:, _read(self.feeds[self.head], before, at)]
         return chosen, head
 
-    def _tensors(self, view: View, name: str) -> list[Params]:
+    def tensors(self, view: View, name: str) -> list[Params]:
         """What belongs to a layer's added units, block by block; of the one that learns only what is awake."""
         every = [b[name] for b in view.blocks]
         if view.awake is None:
@@ -179,45 +207,11 @@ class Beside:
             awake["out"] = last["out"][:, : n * link.repeat]
         return [*every[:-1], awake]
 
-    @torch.no_grad()
-    def build(self, model: nn.Module, view: View) -> None:
-        """Make a plain copy of the model as wide as it is with these blocks, zero where there is no connection."""
-        layers: dict[str, Any] = {n: model.get_submodule(n) for n in {**self.made, **self.feeds}}
-        inputs = {n: int(layer.weight.shape[1]) for n, layer in layers.items()}
-        for name, link in self.made.items():
-            widen(model, link, view.count(name))
-        for name, link in self.made.items():
-            layers[name].weight[link.width :] = 0
-            at = link.width
-            for tensors in self._tensors(view, name):
-                self._put(model, link, tensors, at, inputs)
-                at += len(tensors["weight"])
-        if view.head is not None:
-            new = layers[self.head].weight[:, inputs[self.head] :]
-            new.copy_(view.head[:, : new.shape[1]])
-
-    def _put(self, model: nn.Module, link: Link, tensors: Params, at: int, inputs: dict[str, int]) -> None:
-        producer: Any = model.get_submodule(link.producer)
-        consumer: Any = model.get_submodule(link.consumer)
-        rows, old = slice(at, at + len(tensors["weight"])), inputs[link.producer]
-        producer.weight[rows, :old] = tensors["weight"]
-        if "inner" in tensors:
-            producer.weight[rows, old : old + tensors["inner"].shape[1]] = tensors["inner"]
-        if "bias" in tensors:
-            producer.bias[rows] = tensors["bias"]
-        if "out" in tensors:
-            read, wrote = slice(at * link.repeat, rows.stop * link.repeat), len(tensors["out"])
-            consumer.weight[:wrote, read] = tensors["out"]
-        for i, norm in enumerate(link.norms):
-            for leaf in (*AFFINE, *STATISTICS):
-                if f"norm{i}.{leaf}" in tensors:
-                    getattr(model.get_submodule(norm), leaf)[rows] = tensors[f"norm{i}.{leaf}"]
-
-    def _split(self, name: str, link: Link, layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    def _split(self, name: str, link: Link, layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """The layer reads the old units; the added ones wait."""
-        if not (new := self.view().count(link.producer)):
+        if not (new := self.view.count(link.producer)):
             return None
-        x, axis, times = args[0], _axis(layer), link.repeat if name == link.consumer else 1
+        x, axis, times = _given(args, kwargs), _axis(layer), link.repeat if name == link.consumer else 1
         if x.shape[axis] != (link.width + new) * times:
             raise ValueError(
                 f"{name!r} should be given {(link.width + new) * times} inputs, {link.width * times} of its own and the rest of "
@@ -225,24 +219,24 @@ class Beside:
                 "does; write x.flatten(1)."
             )
         own, self._extra[name] = x.split([link.width * times, new * times], axis)
-        return own, *args[1:]
+        return (own, *args[1:]), {n: v for n, v in kwargs.items() if n != "input"}
 
-    def _add(self, name: str, layer: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
+    def _add(self, name: str, layer: nn.Module, args: Any, kwargs: Any, out: Tensor) -> Tensor:
         """To what a layer says, what it hears from added units, and what its own added units say."""
-        view, extra, axis = self.view(), self._extra.pop(name, None), _axis(layer)
+        view, extra, axis = self.view, self._extra.pop(name, None), _axis(layer)
         if extra is not None and name == self.head and view.head is not None:
             out = out + _apply(layer, extra, view.head[:, : extra.shape[axis]])
         elif extra is not None and name in self.written:
             link, at = self.feeds[name], 0
-            for tensors in self._tensors(view, link.producer):
+            for tensors in self.tensors(view, link.producer):
                 n = len(tensors["weight"]) * link.repeat
                 out = out + _apply(layer, extra.narrow(axis, at, n), tensors["out"]) if n else out
                 at += n
         said = []
-        for tensors in self._tensors(view, name) if name in self.made and view.blocks else ():
+        for tensors in self.tensors(view, name) if name in self.made and view.blocks else ():
             if not len(tensors["weight"]):
                 continue
-            new = _apply(layer, args[0], tensors["weight"], tensors.get("bias"))
+            new = _apply(layer, _given(args, kwargs), tensors["weight"], tensors.get("bias"))
             if extra is not None and "inner" in tensors and (read := tensors["inner"].shape[1]):
                 new = new + _apply(layer, extra.narrow(axis, 0, read), tensors["inner"])
             said.append(new)
@@ -250,12 +244,12 @@ class Beside:
 
     def _normalise(self, name: str, link: Link, norm: Any, args: tuple[Any, ...], out: Tensor) -> Tensor:
         """Added units through entries of their own; only the block that learns looks at the batch."""
-        extra, view = self._extra.pop(name, None), self.view()
+        extra, view = self._extra.pop(name, None), self.view
         if extra is None:
             return out
         producer = self.model.get_submodule(link.producer)  # its mode is the loop's; the norm's may be held
         said, at, i = [out], 0, link.norms.index(name)
-        every = self._tensors(view, link.producer)
+        every = self.tensors(view, link.producer)
         for tensors in every:
             if n := len(tensors["weight"]):
                 mean, spread, scale, shift = (tensors.get(f"norm{i}.{leaf}") for leaf in (*STATISTICS, *AFFINE))
@@ -271,6 +265,24 @@ def _read(link: Link, before: Mapping[str, int], at: Mapping[str, Tensor]) -> Te
     """Where a consumer reads all added units of before and these of a block."""
     rows, first = at[link.producer], before[link.producer]
     return columns(torch.cat([torch.arange(first, device=rows.device), rows + first]), link.repeat)
+
+
+def moved(v: Tensor, like: Tensor) -> Tensor:
+    """A tensor where another is, and in its precision; itself where it is so."""
+    return v if (v.device, v.dtype) == (like.device, like.dtype) else v.to(like)
+
+
+def learning(block: Block) -> Block:
+    """The same tensors as parameters, but for statistics."""
+    return {
+        n: {leaf: v if "running" in leaf or isinstance(v, nn.Parameter) else nn.Parameter(v) for leaf, v in t.items()}
+        for n, t in block.items()
+    }
+
+
+def _given(args: Any, kwargs: Any) -> Tensor:
+    """What a layer is called with, by place or by name."""
+    return cast(Tensor, args[0] if args else kwargs["input"])
 
 
 def _axis(layer: nn.Module) -> int:

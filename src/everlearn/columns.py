@@ -153,6 +153,12 @@ def take_off(net: nn.Module) -> list[tuple[dict[int, Any], int, Hook]]:
     return ours
 
 
+def put_back(hooks: list[tuple[dict[int, Any], int, Hook]]) -> None:
+    """What ``take_off`` has removed."""
+    for place, at, hook in hooks:
+        place[at] = hook
+
+
 @contextmanager
 def plain(net: nn.Module) -> Iterator[None]:
     """Without our hooks inside, so that a copy is without them, and without all that they hold."""
@@ -160,8 +166,32 @@ def plain(net: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for place, at, hook in ours:
-            place[at] = hook
+        put_back(ours)
+
+
+@contextmanager
+def lent(net: nn.Module) -> Iterator[bool]:
+    """Inside, for hooks that may stay unless there were others, by which another method may be learning; whether there were."""
+    theirs = take_off(net)
+    try:
+        yield bool(theirs)
+    finally:
+        if theirs:
+            take_off(net)
+            put_back(theirs)
+
+
+def follow(module: nn.Module, model: nn.Module) -> None:
+    """Bring a module of ours to where the model is now, and to its precision."""
+    own, like = next(module.parameters(), None), next(model.parameters())
+    if own is not None and (own.device, own.dtype) != (like.device, like.dtype):
+        module.to(like.device, like.dtype)
+
+
+def leads(net: nn.Module, links: nn.ModuleDict) -> bool:
+    """Whether a net is told by these laterals."""
+    hooks = (h for h in net._forward_pre_hooks.values() if isinstance(h, Hook))
+    return any(isinstance(h.args[-1], Pass) and h.args[-1].links is links for h in hooks)
 
 
 def visible(net: nn.Module) -> dict[str, Any]:

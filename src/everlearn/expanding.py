@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -10,13 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from everlearn.batch import Batch
-from everlearn.beside import Beside, Block, View
-from everlearn.columns import plain
+from everlearn.beside import Beside, Block, View, learning
+from everlearn.columns import lent, plain, take_off
 from everlearn.growth import columns, length, shrink_groups
 from everlearn.isolation import Isolation, call, filled, kept, remembered_state
-from everlearn.locks import Locks
-from everlearn.params import Params, check_finite, evaluating, grown, named_with_frozen, unwrap
+from everlearn.locks import Locks, seen_by_compiler
+from everlearn.merging import merge
+from everlearn.params import Params, check_finite, grown, named_with_frozen, unwrap
 from everlearn.stream import Task
+from everlearn.tracing import Link
+from everlearn.watching import Watch, has_validation, validation_loss
 
 START = 3**-0.5  # the norm of a new unit's weights, U(-1/√n, 1/√n) each
 
@@ -51,11 +55,7 @@ class Expanding(Isolation):
         self.heard, self.hearings = 0.0, 0  # the training loss since it was asked for
         self._task: Task | None = None
         self._planned: int | None = None  # steps
-        self._whole = True  # whether this task was seen from its first step on, and not from a checkpoint
-        self._looked = False  # whether somebody has asked for the loss
-        self._seen = 0  # losses taken in this task
-        self._probe: tuple[Tensor, Tensor] | None = None  # one of the method's own parameters, and where a step began
-        self._still: bool | None = None  # whether nothing has moved the method's own parameters; None: who knows
+        self._watch = Watch(type(self).__name__, None, False, False)
         self._locks = Locks()
         self._beside: Beside | None = None
 
@@ -66,9 +66,15 @@ class Expanding(Isolation):
 
     def answer(self, model: nn.Module, x: Any, k: int) -> Tensor:
         """With the units there were at the end of the k-th task, and its output layer."""
-        self._attach(model)
-        with self.as_task(k):
+        with self._on(model) as beside, beside.showing(self._view(k)):
             return call(model, self.own[k], x)
+
+    def current(self, model: nn.Module, x: Any) -> Tensor:
+        """With all units, and of the task that is being learned those awake."""
+        if not self.tasks:
+            return super().current(model, x)
+        with self._on(model):
+            return super().current(model, x)
 
     def growth(self) -> dict[int, dict[str, int]]:
         """For every task, how many units it added to each layer."""
@@ -96,20 +102,19 @@ class Expanding(Isolation):
         only those that it had.
         """
         k = self.place(task)
-        beside = self._attach(model)
-        with plain(unwrap(model)):
-            alone = filled(model, self.own[k])
-        with self.as_task(k):
-            beside.build(alone, self._view())
+        with self._on(model) as beside:
+            with plain(unwrap(model)):
+                alone = filled(model, self.own[k])
+            merge(beside, alone, self._view(k))
         Locks().release(alone)
         return alone
 
     def detach(self, model: nn.Module) -> None:
         """Take off the added units and unlock everything; the model is then that of the first task, with the last's outputs."""
-        self._locks.release(model)
-        if self._beside is not None:
-            self._beside.take_off()
-        self._beside = None
+        inner = unwrap(model)
+        learns = self._beside is not None and self._beside.is_on(inner)
+        (self._locks if learns else Locks()).release(model)  # from a copy of the model that learns, only its hooks
+        take_off(inner)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what another had learned; the next ``begin_task`` or ``predict`` puts it on a model."""
@@ -117,17 +122,40 @@ class Expanding(Isolation):
         self._beside = None
 
     def _attach(self, model: nn.Module) -> Beside:
-        if self._beside is None or self._beside.model is not unwrap(model):
-            self._beside = Beside(model, self.groups, self.output, self._view, self.free)
+        """Our hooks on the model, with all that there is now; other methods' off."""
+        if self._beside is None or not self._beside.is_on(unwrap(model)):
+            self._beside = Beside(model, self.groups, self.output, self.free)
+            seen_by_compiler(model)
+        self._beside.view = self._beside.placed(self._view())
         return self._beside
 
-    def _view(self) -> View:
-        """What takes part now: for a task that is asked for, its units; else all, and those awake of the current task."""
-        if self._asked is None and self.open:
+    @contextmanager
+    def _on(self, model: nn.Module) -> Iterator[Beside]:
+        """Our hooks on a model that is only asked: another method may be learning there."""
+        inner, before = unwrap(model), self._beside
+        if before is not None and before.is_on(inner):
+            yield self._attach(model)
+            return
+        with lent(inner) as theirs:
+            yield self._attach(model)
+        self._beside = before if theirs else self._beside
+
+    @torch.no_grad()
+    def _move(self, beside: Beside) -> None:
+        """All of ours to where the model is: it may have been moved, or a checkpoint come from elsewhere."""
+        self.blocks = beside.placed(View(self.blocks)).blocks
+        live = beside.placed(View([self.live], self.read.get("weight")))
+        self.live = learning(live.blocks[0])
+        if live.head is not None:
+            self.read = learning({"": {"weight": live.head}})[""]
+
+    def _view(self, k: int | None = None) -> View:
+        """What takes part: for the k-th task, its units; else all, and those awake of the current task."""
+        if k is None and self.open:
             if not self.live:
                 return View()
             return View([*self.blocks, self.live], self.read.get("weight"), self.awake)
-        k = len(self.own) - 1 if self._asked is None else self._asked
+        k = len(self.own) - 1 if k is None else k
         blocks = [block for stamp, block in zip(self.stamps, self.blocks, strict=True) if stamp <= k]
         return View(blocks, self.reads[k].get("weight") if k >= 0 else None)
 
@@ -149,61 +177,29 @@ class Expanding(Isolation):
     def _make(self, beside: Beside, room: dict[str, int]) -> None:
         """Units for the task, asleep: all zero, which no optimizer moves as long as they have no gradient."""
         before = self._before(beside)
-        self.live = {
-            name: {n: v if "running" in n else nn.Parameter(v) for n, v in tensors.items()}
-            for name, tensors in beside.empty(before, room).items()
-        }
+        self.live = learning(beside.empty(before, room))
         self.awake = dict.fromkeys(beside.made, 0)
         if link := beside.feeds.get(beside.head):
-            head: Any = beside.model.get_submodule(beside.head).weight
+            head = beside.weight(beside.head)
             old = self.reads[-1].get("weight", head.new_zeros(len(head), 0))
             width = (before[link.producer] + room[link.producer]) * link.repeat
             self.read = {"weight": nn.Parameter(grown(old.to(head), (len(head), width)).clone())}
 
     def _begin(self, task: Task, planned: int | None) -> None:
         """Watch the loop, which may be anybody's."""
-        self._task, self._planned, self._looked, self._seen, self._whole = task, planned, False, 0, not self.steps
-        self._still = True if self.live else None
+        self._task, self._planned = task, planned
+        self._watch = Watch(type(self).__name__, planned, not self.steps, bool(self.live))
 
-    def _watch(self) -> None:
-        """Before a step: which of the method's own parameters should move."""
+    def _before_step(self) -> None:
         if not self.tasks:
             raise ValueError(
                 f"{type(self).__name__} knows of no task: call begin_task(model, task) before the first step."
             )
-        if self._still:  # by value: fused optimizers make no new version of a tensor
-            learning = next((p for p in self.parameters() if p.grad is not None and p.grad.any()), None)
-            self._probe = None if learning is None else (learning, learning.detach().clone())
+        self._watch.before_step(self.parameters())
 
-    def _notice(self) -> None:
-        """After it: whether they have."""
-        if self._still and self._probe is not None:
-            self._still = torch.equal(*self._probe)
+    def _after_step(self) -> None:
+        self._watch.after_step()
         self.steps += 1
-
-    def _check_loop(self, grows: str) -> None:
-        """Tell of a loop that has forgotten something, or planned otherwise than it did."""
-        name = type(self).__name__
-        if self._seen and not self.steps:
-            raise ValueError(
-                f"{name}.after_step was not called: without it nothing grows. It follows optimizer.step()."
-            )
-        if self.live and self._still and self._probe is not None:
-            raise ValueError(
-                f"The optimizer does not move {name}'s own parameters: make it after begin_task(model, task), of "
-                "[*model.parameters(), *method.parameters()]."
-            )
-        if self.live and self.steps and self._whole and self._planned is None and not self._looked:
-            raise ValueError(
-                f"{name} has not looked whether to grow, since it does not know how long a task is learned: set task.steps before "
-                f"begin_task(model, task), or call {grows} yourself."
-            )
-        if self.live and self._planned and self._whole and not 0.8 <= self.steps / self._planned <= 1.25:
-            warnings.warn(
-                f"{self._task} was learned for {self.steps} steps, but {name} had been told {self._planned} (task.steps): it has "
-                "grown at the wrong time, or not at all.",
-                stacklevel=3,
-            )
 
     def _check(self, model: nn.Module) -> None:
         """Nothing locked has moved, and all is finite."""
@@ -230,6 +226,8 @@ class Expanding(Isolation):
         self.size = sum(p.numel() for n, p in named_with_frozen(model).items() if n not in own)
         self.outputs = [*self.outputs[: len(self.tasks) - 1], sum(p.numel() for p in own.values())]
         self.leave(remembered_state(model, own))
+        self._task = None  # or its data would live as long as the method
+        self._attach(model)
 
     def _groups(self, beside: Beside, name: str) -> tuple[list[Tensor], float]:
         """What decides whether each unit says anything, and its length at first: its scale after BatchNorm, or what it reads."""
@@ -260,25 +258,40 @@ class Expanding(Isolation):
             self.read["weight"][:, read] = 0
 
     def _alive(self, beside: Beside) -> dict[str, Tensor]:
-        """The units awake that read something."""
-        awake = self.awake.items()
-        return {n: length([g[:a] for g in self._groups(beside, n)[0]]).nonzero().flatten() for n, a in awake}
+        """The units awake that read something and that somebody reads."""
+        alive = {n: length([g[:a] for g in self._groups(beside, n)[0]]).ne(0) for n, a in self.awake.items()}
+        for _ in alive:  # as often as there are layers: who is read by the dead alone is dead too
+            for name, link in beside.made.items():
+                alive[name] &= self._heard(name, link, alive)
+        return {n: some.nonzero().flatten() for n, some in alive.items()}
+
+    def _heard(self, name: str, link: Link, alive: dict[str, Tensor]) -> Tensor:
+        """Of the units awake, which somebody alive reads."""
+        first, width = View(self.blocks).count(name) * link.repeat, self.awake[name] * link.repeat
+        readers = [self.live[name]["out"][:, :width]] if "out" in self.live[name] else []
+        if link.consumer in alive:
+            there = alive[link.consumer].nonzero().flatten()
+            readers.append(self.live[link.consumer]["inner"][there, first : first + width])
+        elif not readers:
+            readers.append(self.read["weight"][:, first : first + width])
+        heard = torch.stack([r.ne(0).transpose(0, 1).flatten(1).any(1) for r in readers]).any(0)
+        return heard.view(-1, link.repeat).any(1)
 
     def _hear(self, batch: Batch, out: Tensor) -> None:
-        if self._task is None or self._task.valid is None:
+        if not has_validation(self._task):
             self.heard += float(batch.loss(out))
             self.hearings += 1
 
-    @torch.no_grad()
     def _loss(self, model: nn.Module) -> float:
         """On the validation data, or else what was heard in training."""
-        self._looked = True
-        if self._task is None or self._task.valid is None:
-            mean = self.heard / self.hearings if self.hearings else 0.0
-            self.heard, self.hearings = 0.0, 0
-            return mean
-        total, device = [], next(unwrap(model).parameters()).device
-        with evaluating(model):
-            for batch in self._task.examples(256, "valid", most=2048):
-                total.append((float((b := batch.to(device)).loss(model(b.x))) * len(b), len(b)))
-        return sum(loss for loss, _ in total) / sum(n for _, n in total)
+        self._watch.looked = True
+        if self._task is not None and has_validation(self._task):
+            return validation_loss(model, self._task)
+        if not self.hearings:
+            raise ValueError(
+                f"{type(self).__name__} has heard no training loss to compare with its threshold: take the loss of your loop from "
+                "method.loss(model, batch), or give the task validation data."
+            )
+        mean = self.heard / self.hearings
+        self.heard, self.hearings = 0.0, 0
+        return mean

@@ -177,6 +177,24 @@ def wider(layer: nn.Linear, inputs: int) -> nn.Linear:
     return nn.Linear(inputs, layer.out_features, layer.bias is not None, layer.weight.device, layer.weight.dtype)
 
 
+def check_separate(inner: nn.Module, name: str, layer: nn.Linear) -> None:
+    """Refuse a model without an extractor, or whose output layer is part of it."""
+    own = {id(p) for p in layer.parameters()}
+    if not name or not any(id(p) not in own for p in inner.parameters()):
+        raise ValueError(
+            f"ExpandableRepresentation finds no feature extractor in {type(inner).__name__}: there are no parameters besides "
+            "the output layer's. Use a deeper model, or name the output layer with output=…."
+        )
+    names = [
+        n for n, p in inner.named_parameters(remove_duplicate=False) if id(p) in own and not n.startswith(f"{name}.")
+    ]
+    if names:
+        raise ValueError(
+            f"The output layer {name!r} shares its weights with {names[0]}: they cannot be frozen with the extractor and go on "
+            "learning with the classifier. Untie them."
+        )
+
+
 def _ask(extractors: Extractors, net: nn.Module, args: Any, kwargs: Any) -> None:
     extractors._before = extractors.earlier(*args, **kwargs)
 

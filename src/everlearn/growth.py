@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -183,6 +183,16 @@ def shrink(values: Tensor, threshold: float) -> None:
     tensor([ 2., -0., -1.])
     """
     values.copy_(values.sign() * (values.abs() - threshold).clamp(min=0))
+
+
+def check_precision(method: str, weights: Iterable[Tensor], off: str) -> None:
+    """Refuse weights so coarse that proximal steps round to nothing."""
+    for dtype in {w.dtype for w in weights}:
+        if torch.finfo(dtype).eps > 1e-4:
+            raise ValueError(
+                f"{method} shortens weights by small steps, which {str(dtype).removeprefix('torch.')} cannot tell from none: keep "
+                f"the model in float32, under torch.autocast if you like, or switch the steps off: {off}."
+            )
 
 
 def _replace(module: nn.Module, leaf: str, value: Tensor) -> None:

@@ -93,6 +93,11 @@ class Isolation(Method):
         """What the sub-network of the k-th task says, counted from 0."""
         raise NotImplementedError
 
+    def current(self, model: nn.Module, x: Any) -> Tensor:
+        """What the model says as it is, for the task that is being learned or one that is not learned yet."""
+        said: Tensor = model(x)
+        return said
+
     def place(self, number: int) -> int:
         """Where the task with this number stands in the order learned, counted from 0."""
         done = self.tasks[: len(self.own)]
@@ -129,7 +134,7 @@ class Isolation(Method):
     def _by_place(self, model: nn.Module, x: Any, k: int) -> Tensor:
         """A task that has ended by its sub-network, any other by the model as it is."""
         ended = len(self.tasks) - self.open
-        return self.answer(model, x, k) if k < ended else model(x)
+        return self.answer(model, x, k) if k < ended else self.current(model, x)
 
     def _surest(self, model: nn.Module, x: Any) -> Tensor:
         """Of all sub-networks, example by example the one with the largest probability for some output."""

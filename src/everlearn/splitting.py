@@ -51,7 +51,7 @@ def outside(beside: Beside, blocks: list[Block], weights: Params, chosen: Mappin
 
     for name, link in beside.made.items():
         parts, up = chosen[name].split(sizes(beside, blocks, name)), beside.feeds.get(name)
-        own = weights[f"{name}.weight"].shape[1] if f"{name}.weight" in weights else 0
+        own = beside.weight(name).shape[1]
         read = chosen[name].new_ones(own) if up is None else repeated(chosen[up.producer], up)
         for b, (rows, names) in enumerate(zip(parts, beside_rows(beside, blocks, name), strict=True)):
             for other in names:
@@ -65,8 +65,8 @@ def outside(beside: Beside, blocks: list[Block], weights: Params, chosen: Mappin
                 heard = chosen.get(link.consumer, rows.new_ones(wide))[:wide]
                 lock(key(b - 1, name, "out"), heard, repeated(rows, link))
         if link.consumer not in beside.made and link.consumer != beside.head:
-            wide = len(weights[f"{link.consumer}.weight"])
-            lock(f"{link.consumer}.weight", parts[0].new_ones(wide), repeated(parts[0], link))
+            every = parts[0].new_ones(len(beside.weight(link.consumer)))
+            lock(f"{link.consumer}.weight", every, repeated(parts[0], link))
     return locked
 
 
@@ -90,7 +90,7 @@ class Twins:
         slots = {name: range(self.awake[name], self.awake[name] + len(units)) for name, units in copied.items()}
         for name, units in copied.items():
             for unit, slot in zip(units, slots[name], strict=True):
-                self._copy(weights, name, unit, slot)
+                self._copy(name, unit, slot)
         for name, units in copied.items():
             self._give_back(weights, anchor, name, units)
             self.awake[name] += len(units)
@@ -101,9 +101,10 @@ class Twins:
 
     def drifted(self, weights: Params, anchor: Params, name: str, drift: float) -> list[int]:
         """The units whose ρ = ‖w - w*‖₂ is above the bound, by their place in the layer, the largest ρ first."""
+        counts, like = sizes(self.beside, self.blocks, name), self.beside.weight(name)
         rho = torch.cat([
-            length([weights[n].detach() - anchor[n] for n in names if n in weights])
-            for names in incoming(self.beside, self.blocks, name)
+            length([like.new_zeros(n, 1), *(weights[w].detach() - anchor[w] for w in names if w in weights)])  # frozen: 0
+            for n, names in zip(counts, incoming(self.beside, self.blocks, name), strict=True)
         ])  # fmt: skip
         order = rho.argsort(descending=True)
         return [int(i) for i in order[rho[order] > drift]]
@@ -116,7 +117,7 @@ class Twins:
             unit -= n
         raise IndexError(unit)
 
-    def _copy(self, weights: Params, name: str, unit: int, slot: int) -> None:
+    def _copy(self, name: str, unit: int, slot: int) -> None:
         (owner, i), mine, up = self._owner(name, unit), self.live[name], self.beside.feeds.get(name)
         link = self.beside.made[name]
         if owner:
@@ -126,9 +127,10 @@ class Twins:
                 elif leaf != "out":
                     mine[leaf][slot] = v[i]
             return
+        layer = self.beside.model.get_submodule(name)
         for leaf in ("weight", "bias"):
-            if f"{name}.{leaf}" in weights:
-                mine[leaf][slot] = weights[f"{name}.{leaf}"][i]
+            if leaf in mine:
+                mine[leaf][slot] = getattr(layer, leaf)[i]
         for n, norm in enumerate(link.norms):
             there = self.beside.model.get_submodule(norm)
             for leaf in (*AFFINE, *STATISTICS):
@@ -150,14 +152,15 @@ class Twins:
 
     def _redirect(self, name: str, unit: int, slot: int) -> None:
         """Who may, reads the copy: its weight moves there."""
-        link, model = self.beside.made[name], self.beside.model
+        link = self.beside.made[name]
         at = columns(torch.tensor([self.before[name] + slot]), link.repeat)
         own = unit < link.width
         old = columns(torch.tensor([unit if own else unit - link.width]), link.repeat)
         readers: list[tuple[Tensor, Tensor]] = []
         if link.consumer == self.beside.head and self.head is not None:
-            layer = model.get_submodule(self.beside.head).weight
-            readers.append((layer if own else self.head, self.head))  # type: ignore[arg-type]
+            layer = self.beside.weight(self.beside.head)
+            if not own or layer.requires_grad:  # a frozen output layer stays as it is
+                readers.append((layer if own else self.head, self.head))
         elif link.consumer in self.live:
             theirs = self.live[link.consumer]
             readers.append((theirs["weight"] if own else theirs["inner"], theirs["inner"]))

@@ -436,3 +436,39 @@ def test_it_beats_replay_with_the_same_memory():
     kinds = ER(100), ER(100, policy="balanced"), ExpandableRepresentation(100)
     *replay, own = (everlearn.run(make, m, stream, epochs=5, batch_size=32).average_accuracy for m in kinds)
     assert own > max(replay) + 0.1
+
+
+class Shuffled:
+    """A view of its own: pixels in another order."""
+
+    def __init__(self, seed):
+        self.order = torch.randperm(64, generator=torch.Generator().manual_seed(seed))
+
+    def __call__(self, x):
+        return x.flatten(1)[:, self.order].reshape(x.shape)
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_views_that_a_checkpoint_has_lost_are_told(seen, small_stream):
+    stream = small_stream("domain")
+    tasks = [
+        everlearn.Task(task.train, id=task.id, eval_transform=Shuffled(task.id) if seen or task.id == 2 else None)
+        for task in stream
+    ]
+    model, method = nets.mlp(stream.inputs, stream.outputs, hidden=(12,)), ExpandableRepresentation(30, tune_epochs=2)
+    for task in tasks[:2]:
+        everlearn.train(model, method, task, batch_size=32)
+    other, again = copy.deepcopy(model), ExpandableRepresentation(30, tune_epochs=2)
+    again.load_state_dict(method.state_dict())
+    torch.manual_seed(1)
+    everlearn.train(model, method, tasks[2], batch_size=32)
+    torch.manual_seed(1)
+    if seen:
+        with pytest.warns(
+            UserWarning, match=r"task 0, 1, whose transforms it does not know: a checkpoint holds no functions"
+        ):
+            again.begin_task(other, tasks[2])
+        return
+    everlearn.train(other, again, tasks[2], batch_size=32)  # none is known to have been none
+    x = torch.rand(5, 1, 8, 8)
+    assert torch.equal(method.predict(model, x), again.predict(other, x))

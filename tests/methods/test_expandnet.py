@@ -25,6 +25,13 @@ def learned(stream, tasks=3, net=None, epochs=3, optimizer=OPTIMIZERS["adamw"], 
     return model, method
 
 
+def tanh(stream):
+    """Units that always say something, so that each is read; one behind a ReLU may never speak, and is removed."""
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 12), nn.Tanh(), nn.Linear(12, 10), nn.Tanh(), nn.Linear(10, stream.outputs)
+    )
+
+
 def numbered(x, task):
     return torch.full((len(x),), task)
 
@@ -49,7 +56,7 @@ def test_an_export_is_a_plain_wider_module(net, exported, small_stream):
 
 def test_the_weights_of_an_export_are_block_triangular(small_stream):
     stream = small_stream()
-    model, method = learned(stream)
+    model, method = learned(stream, net=tanh)
     alone, (first, second) = method.export(model, 2), links(model)
     assert method.growth() == {
         0: {},
@@ -68,7 +75,7 @@ def test_the_weights_of_an_export_are_block_triangular(small_stream):
 
 def test_parameters_added_are_those_of_the_formula(small_stream):
     stream = small_stream()
-    _, method = learned(stream)
+    _, method = learned(stream, net=tanh)
     inputs, outputs = 64, 6
     one = lambda before: 8 * (inputs + 1) + 8 * (12 + before + 8 + 1)  # two layers of new units
     heads = 3 * (outputs * 10 + outputs) + outputs * (8 + 16)
@@ -107,7 +114,7 @@ def test_it_grows_if_and_only_if_the_loss_is_above_the_threshold(small_stream, m
     monkeypatch.setattr(ExpandNet, "_loss", note)
     for threshold in (0.0, 0.1, 0.3, 100.0):
         heard.clear()
-        _, method = learned(small_stream(), threshold=threshold, sparsity=0.0)
+        _, method = learned(small_stream(), net=tanh, threshold=threshold, sparsity=0.0)
         for k, losses in heard.items():
             high = sum(loss > threshold for loss in losses)
             assert len(losses) == 2
@@ -151,7 +158,7 @@ def test_a_second_identical_task_adds_no_units(small_stream):
 
 
 def test_the_budget_of_units_is_kept(small_stream):
-    _, method = learned(small_stream(), max_units=10, sparsity=0.0)
+    _, method = learned(small_stream(), net=tanh, max_units=10, sparsity=0.0)
     assert method.facts()["units added so far"] == 20
     assert [set(added.values()) for added in method.growth().values()] == [set(), {8}, {2}]
     _, method = learned(small_stream(), max_units=0)
@@ -190,6 +197,47 @@ def test_dead_units_go_without_a_trace(small_stream):
         for block in method.blocks:
             for tensors in block.values():
                 assert tensors["weight"].flatten(1).any(1).all()
+
+
+def test_units_that_nobody_reads_go_without_a_trace(small_stream):
+    stream, x = small_stream(), torch.rand(9, 1, 8, 8)
+    model, method = learned(stream, tasks=1, net=tanh)
+    method.begin_task(model, stream[1])
+    optimizer = OPTIMIZERS["momentum"]([*model.parameters(), *method.parameters()])
+    for wake in (True, False):
+        if wake:
+            method._wake(model)
+        for batch in stream[1].batches(16, iterations=3):
+            optimizer.zero_grad()
+            method.loss(model, batch).backward()
+            method.before_step(model)
+            optimizer.step()
+            method.after_step(model)
+    first, second = (link.producer for link in links(model))
+    with torch.no_grad():
+        method.read["weight"][:, 1] = 0  # nobody reads unit 1 of the second layer
+        method.live[second]["inner"][0, 2] = method.live[second]["inner"][2:, 2] = (
+            0  # unit 2 of the first: it alone does
+        )
+    model.eval()
+    said = model(x)
+    method.look_now(model)  # and these wake too late to be read by anybody
+    assert method.awake[first] == 8
+    method.end_task(model, stream[1])
+    assert method.growth()[1] == {first: 3, second: 3}
+    torch.testing.assert_close(method.predict(model, x, numbered(x, 1)), said, rtol=1e-5, atol=1e-6)
+
+
+def test_it_does_not_look_after_the_last_step(small_stream, monkeypatch):
+    asked, loss_of = [], ExpandNet._loss
+    monkeypatch.setattr(
+        ExpandNet, "_loss", lambda self, model: asked.append((len(self.tasks), self.steps)) or loss_of(self, model)
+    )
+    stream = small_stream()
+    learned(stream, tasks=2, look=0.5, rounds=2, epochs=4)
+    assert asked == [(2, stream[1].steps // 2)]
+    with pytest.warns(UserWarning, match=r"ExpandNet never came to look whether to grow .* or have it look earlier"):
+        learned(stream, tasks=2, look=1.0, rounds=1, epochs=1)
 
 
 def test_sleeping_units_stay_zero_and_head_learns_alone(small_stream):

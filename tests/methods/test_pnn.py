@@ -7,7 +7,7 @@ from torch import nn
 
 import everlearn
 from everlearn import PNN, Method, nets
-from everlearn.columns import Hook
+from everlearn.columns import Hook, Lateral
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05),
@@ -421,3 +421,9 @@ def test_without_laterals_they_are_separate_networks(small_stream, isolated):
     assert torch.equal(alone(x), method.predict(model, x, torch.ones(5, dtype=torch.long)))
     own = sum(p.numel() for p in model.parameters())
     assert method.facts() == {"all parameters": 3 * own} and sum(p.numel() for p in alone.parameters()) == own
+
+
+def test_alpha_starts_small_and_random():
+    alpha = Lateral(nn.Linear(3, 2), [1] * 4000, adapter=True).alpha.detach()
+    assert abs(alpha.mean()) < 0.01 and abs(alpha.std() - 0.1) < 0.01
+    assert abs((alpha.abs() < 0.1).float().mean() - 0.683) < 0.03, "normal"

@@ -10,16 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from everlearn.batch import Batch
-from everlearn.beside import Beside
+from everlearn.beside import Beside, learning, moved
 from everlearn.columns import plain
 from everlearn.expanding import START, Expanding
-from everlearn.growth import length, reached, shrink
+from everlearn.growth import check_precision, length, reached, shrink
 from everlearn.isolation import kept
+from everlearn.merging import merge
 from everlearn.method import NonNegative, Range
 from everlearn.params import Params, named_with_frozen, unwrap
 from everlearn.seeds import derive
 from everlearn.splitting import Twins, key, outside
 from everlearn.stream import as_task
+from everlearn.watching import has_validation
 
 Share = Annotated[float, Range(0, 1)]
 Some = Annotated[int, Range(0)]
@@ -39,14 +41,15 @@ class DEN(Expanding):
         split:    a unit i with ‖wᵢ - wᵢ*‖₂ > drift is copied: the copy goes on with wᵢ, the old one gets wᵢ* back; then as settle
         f(x, k):  the units that there were in task k, as they are now
 
-    Old weights learn, so old tasks drift within the bounds that λ and splitting set: little is forgotten, not nothing. The
+    Old weights learn, held by λ, and after the split they learn on: little is forgotten, not nothing, and nothing bounds it. The
     method does not see the learning rate; ``l1`` and ``lasso`` are lengths that one step takes away, as in the authors' code.
-    A loop of your own sets ``task.steps``, or calls ``turn(model)`` when a phase is over.
+    A loop of your own takes its loss from ``loss(model, batch)``, and sets ``task.steps`` or calls ``turn(model)`` when a phase
+    is over.
 
     Args:
         units: k, new units per layer when the network grows.
         threshold: τ, the loss above which it does: on the validation data of the task if it has any, or else the mean training
-            loss over the second half of retraining.
+            loss over the second half of retraining; so without validation data ``retrain`` must not be 0.
         drift: σ, how far what a unit reads may move before the unit is copied.
         splits: most copies per layer and task, those that have drifted most first.
         strength: λ.
@@ -87,12 +90,17 @@ class DEN(Expanding):
 
     def begin_task(self, model: nn.Module, task: Any) -> None:
         """Make units that may be needed, asleep, and remember the weights."""
-        self.is_new(task)
+        planned = getattr(task, "steps", None)
+        if self.is_new(task) and self.tasks and planned and not self.retrain and not has_validation(as_task(task)):
+            raise ValueError(
+                "DEN(retrain=0) hears no training loss to compare with its threshold: give the task validation data, or a share of "
+                "the steps for retraining."
+            )
         self._beside = None  # layers may have been replaced since
         beside = self._attach(model)
-        self.blocks = [
-            {n: {leaf: _learns(leaf, v) for leaf, v in t.items()} for n, t in block.items()} for block in self.blocks
-        ]
+        if self.l1 or self.lasso:
+            check_precision("DEN", map(beside.weight, beside.made), "l1=0, lasso=0")
+        self._move(beside)
         if self.enter(task):
             self.steps, self.phase, self.heard, self.hearings, self.grew, self.dead = 0, "", 0.0, 0, False, {}
             self.live, self.awake, self.read, self.anchor, self.locked = {}, {}, {}, {}, {}
@@ -103,14 +111,13 @@ class DEN(Expanding):
                 self.anchor = {n: v.detach().clone() for n, v in self._weights(model).items()}
                 self.phase = "fit"
                 self._lock_all(model)
-        planned = getattr(task, "steps", None)
         self._begin(as_task(task), planned)
-        first, second, third = self.fit, self.fit + self.retrain, self.fit + self.retrain + self.expand
-        shares = (first, second, third, (third + 1) / 2)
-        self._due = [] if planned is None else [max(1, round(share * planned)) for share in shares]
+        self._due = [] if planned is None else self._ends(planned)
         self._values = {n: v.detach().clone() for n, v in self._weights(model).items() if n in self.locked}
+        self._locks.release(model)
         if len(self.tasks) > 1:
             self._locks.hold_statistics(model, {n for n, _ in unwrap(model).named_buffers()})
+        self._attach(model)
 
     def parameters(self) -> list[nn.Parameter]:
         """Those of all added units, also of units asleep, and how the task's output layer reads them."""
@@ -132,14 +139,14 @@ class DEN(Expanding):
 
     def observe(self, batch: Batch, out: Tensor) -> None:
         """Hear the training loss, where it will be needed."""
-        self._seen += 1
+        self._watch.seen += 1
         late = not self._due or self.steps >= (self._due[0] + self._due[1]) // 2
         if self.phase == "retrain" and late and not self.grew:
             self._hear(batch, out)
 
     def before_step(self, model: nn.Module) -> None:
         """No gradient for what is locked."""
-        self._watch()
+        self._before_step()
         for name, p in self._weights(model).items() if self.locked else ():
             if name in self.locked and p.grad is not None:
                 if self.locked[name].all():
@@ -150,7 +157,7 @@ class DEN(Expanding):
     @torch.no_grad()
     def after_step(self, model: nn.Module) -> None:
         """What is locked goes back to where it was, what should be sparse gets sparser; when it is time, the next phase."""
-        self._notice()
+        self._after_step()
         self._locks.restore(model)
         for name, p in self._weights(model).items() if self.locked else ():
             if name in self.locked:
@@ -161,12 +168,11 @@ class DEN(Expanding):
 
     def end_task(self, model: nn.Module, task: Any) -> None:
         """Keep the units that are left, each with its task."""
-        self._check_loop("turn(model)")
+        self._watch.check(as_task(task), self.steps, "turn(model)")
         self._check(model)
         if self.live:
-            beside, gone = self._attach(model), self.dead
-            at = {n: torch.arange(a, device=self.live[n]["weight"].device) for n, a in self.awake.items()}
-            self._settle(beside, {n: v[~torch.isin(v, gone[n])] if n in gone else v for n, v in at.items()})
+            beside = self._attach(model)
+            self._settle(beside, self._alive(beside))
         self.anchor, self.locked, self.dead, self._values, self.phase = {}, {}, {}, {}, ""
         self._keep(model)
 
@@ -193,12 +199,30 @@ class DEN(Expanding):
             twins = Twins(beside, self.blocks, self.live, self.awake, self.read.get("weight"))
             twins.split(self._weights(model), self.anchor, self.drift, self.splits)
         self._values = {n: v.detach().clone() for n, v in self._weights(model).items() if n in self.locked}
+        self._attach(model)
         return self.phase
+
+    def _ends(self, planned: int) -> list[int]:
+        """The steps after which fit, retrain, expand and settle are over."""
+        first, second, third = self.fit, self.fit + self.retrain, self.fit + self.retrain + self.expand
+        due = [max(1, round(share * planned)) for share in (first, second, third, (third + 1) / 2)]
+        if self.retrain:
+            due[1] = max(due[1], due[0] + 1)  # or there would be no loss to decide by
+        return [max(due[: i + 1]) for i in range(4)]
 
     @property
     def _retrains(self) -> bool:
         """Retraining goes on where the network need not grow."""
         return self.phase == "retrain" or (self.phase == "expand" and not self.grew)
+
+    @torch.no_grad()
+    def _move(self, beside: Beside) -> None:
+        super()._move(beside)
+        self.blocks = [learning(block) for block in self.blocks]
+        weights = self._weights(beside.model)
+        self.anchor = {n: moved(v, weights[n]) for n, v in self.anchor.items()}
+        self.locked = {n: v.to(weights[n].device) for n, v in self.locked.items()}
+        self.dead = {n: v.to(self.live[n]["weight"].device) for n, v in self.dead.items()}
 
     def _weights(self, model: nn.Module) -> Params:
         """All that tasks share, by name: the model without its output layer, and the units of earlier tasks."""
@@ -217,7 +241,7 @@ class DEN(Expanding):
         """Only what lies between units that the task's outputs reach may learn."""
         with plain(unwrap(model)):
             whole = copy.deepcopy(unwrap(model))
-        beside.build(whole, self._view())
+        merge(beside, whole, self._view())
         wide: Any = whole.get_submodule(beside.head).weight
         rows = self.rows[-1]
         rows = torch.ones(len(wide), dtype=torch.bool) if rows is None else rows[: len(wide)]
@@ -232,7 +256,7 @@ class DEN(Expanding):
 
     def _sparser(self, model: nn.Module) -> None:
         """The proximal steps that the phase asks for."""
-        own = kept(model, self.output, rest=False)
+        own = {n: p for n, p in kept(model, self.output, rest=False).items() if p.requires_grad}
         if not self.phase and self.l1:
             for p in [*self._weights(model).values(), *own.values()]:
                 if p.dim() > 1:
@@ -254,7 +278,3 @@ class DEN(Expanding):
                     if leaf != "out" and "running" not in leaf:
                         v[dead] = 0
                 self._silence(self._attach(model), name, dead)
-
-
-def _learns(leaf: str, v: Tensor) -> Tensor:
-    return v if "running" in leaf or isinstance(v, nn.Parameter) else nn.Parameter(v)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -12,8 +13,8 @@ from torch.utils._pytree import tree_map
 
 from everlearn.balance import fitted, scaled, viewed
 from everlearn.batch import Batch, Transform
-from everlearn.columns import plain, take_off
-from everlearn.extractors import Extractors, wider
+from everlearn.columns import follow, plain, take_off
+from everlearn.extractors import Extractors, check_separate, wider
 from everlearn.heads import output_layer
 from everlearn.isolation import filled
 from everlearn.likelihood import Categorical
@@ -68,6 +69,7 @@ class ExpandableRepresentation(Replay):
         self.new: list[int] = []  # the classes it tells apart
         self.known: list[int] = []  # classes that tasks before had
         self.current: int | None = None
+        self.transformed: list[int] = []  # the tasks that see inputs through some transform
         self.begun = 0
         self.open: bool = False
         self.seed = 0
@@ -80,7 +82,7 @@ class ExpandableRepresentation(Replay):
     def begin_task(self, model: nn.Module, task: Any) -> None:
         """Freeze a copy of the extractor, let the model go on as the next one, beside it."""
         inner, (name, layer) = unwrap(model), output_layer(model, self.output)
-        _check(inner, name, layer)
+        check_separate(inner, name, layer)
         number = getattr(task, "id", None)
         if self._is_new(number):
             if self.begun:
@@ -90,10 +92,7 @@ class ExpandableRepresentation(Replay):
             self._name_classes(task, layer)
             self.begun, self.current = self.begun + 1, number
         self.open = True
-        if number is not None:
-            self._views[number] = getattr(task, "eval_transform", None)
-            if self._transforms or getattr(task, "transform", None) is not None:
-                self._transforms[number] = task.transform
+        self._note_views(task, number)
         self._start = [p.detach().clone() for p in self._attach(model).learning()]
 
     def parameters(self) -> list[nn.Parameter]:
@@ -202,6 +201,24 @@ class ExpandableRepresentation(Replay):
         self._live = None
         super().load_state_dict(state)
 
+    def _note_views(self, task: Any, number: int | None) -> None:
+        """How the task's inputs are seen; tell if nobody knows any more how those of a remembered task were."""
+        view, augmented = getattr(task, "eval_transform", None), getattr(task, "transform", None)
+        if number is not None:
+            self._views[number] = view
+            if self._transforms or augmented is not None:
+                self._transforms[number] = augmented
+            self.transformed = sorted({*self.transformed, *([number] if view or augmented else [])})
+        lost = [k for k in (self.memory["t"].unique().tolist() if len(self.memory) else ()) if k not in self._views]
+        self._views |= dict.fromkeys(k for k in lost if k >= 0 and k not in self.transformed)
+        if unknown := [str(k) for k in lost if k in self.transformed]:
+            warnings.warn(
+                f"ExpandableRepresentation remembers examples of task {', '.join(unknown)}, whose transforms it does not know: a "
+                f"checkpoint holds no functions. They are seen through those of {as_task(task)}; if theirs were others, give tasks "
+                "inputs that are transformed already.",
+                stacklevel=3,
+            )
+
     def _is_new(self, number: int | None) -> bool:
         """Whether this is another task than the last one begun, and not a part of it."""
         new = not self.begun or (not self.open if number is None else self.current != number)
@@ -246,7 +263,8 @@ class ExpandableRepresentation(Replay):
                     live.auxiliary = nn.Linear(inputs, outputs, True, like.device, like.dtype)
                 live.auxiliary.load_state_dict(self.head)
             self._live = live
-        return self._live.to(next(inner.parameters()).device)
+        follow(self._live, inner)
+        return self._live
 
     def _attach(self, model: nn.Module) -> Extractors:
         """Hooks on the user's model, unless they are there."""
@@ -299,21 +317,3 @@ class ExpandableRepresentation(Replay):
         made = scaled(fitted(whole, pool, groups, share, self.tune_epochs, seed, **how), 1 / self.temperature)
         check_finite(dict(made.named_parameters()))
         live.write(layer, made)
-
-
-def _check(inner: nn.Module, name: str, layer: nn.Linear) -> None:
-    """Refuse a model without an extractor, or whose output layer is part of it."""
-    own = {id(p) for p in layer.parameters()}
-    if not name or not any(id(p) not in own for p in inner.parameters()):
-        raise ValueError(
-            f"ExpandableRepresentation finds no feature extractor in {type(inner).__name__}: there are no parameters besides "
-            "the output layer's. Use a deeper model, or name the output layer with output=…."
-        )
-    names = [
-        n for n, p in inner.named_parameters(remove_duplicate=False) if id(p) in own and not n.startswith(f"{name}.")
-    ]
-    if names:
-        raise ValueError(
-            f"The output layer {name!r} shares its weights with {names[0]}: they cannot be frozen with the extractor and go on "
-            "learning with the classifier. Untie them."
-        )

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from everlearn.columns import Tower, key, plain, take_notes, take_off, visible
+from everlearn.columns import Tower, follow, key, leads, lent, plain, take_notes, take_off, visible
 from everlearn.isolation import Isolation, filled
 from everlearn.params import Params, check_finite, unwrap
 from everlearn.seeds import derive, seeded
@@ -62,11 +62,7 @@ class PNN(Isolation):
                     _tensors(inner)[name].copy_(v)
         if new and not k:
             self.seed, self.start = torch.initial_seed(), _clones(_without_reset(inner))
-        if k and self._live is None and self.laterals != "none":
-            before = self._columns(model, k)
-            with seeded(derive(self.seed, "laterals", k)):
-                self._live = before.laterals(inner, k, self.laterals == "adapter", *self.links[k : k + 1])
-        self._attach(model, k)
+        self._attach(model)
 
     def parameters(self) -> list[nn.Parameter]:
         """Those of the laterals into the newest column."""
@@ -89,6 +85,15 @@ class PNN(Isolation):
         tower = self._columns(model, k + 1)
         out: Tensor = tower.run(k + 1, x)[0] if self.laterals != "none" else tower.columns[k](x)
         return out
+
+    def current(self, model: nn.Module, x: Any) -> Tensor:
+        """The newest column, with its laterals."""
+        live = self._laterals(model) if self.tasks else None
+        if live is None or leads(unwrap(model), live):
+            return super().current(model, x)
+        with lent(unwrap(model)):
+            self._attach(model)
+            return super().current(model, x)
 
     def growth(self) -> dict[str, int]:
         """Parameters of every column, and of the laterals that lead into it."""
@@ -136,16 +141,28 @@ class PNN(Isolation):
                 {n: _clones(self._live[key(n)].state_dict()) for n in self.layers if key(n) in self._live}
             ]
 
-    def _attach(self, model: nn.Module, k: int) -> None:
+    def _laterals(self, model: nn.Module) -> nn.ModuleDict | None:
+        """Those into the newest column, where it is; after loading a checkpoint as they were kept."""
+        k = len(self.tasks) - 1
+        if k and self._live is None and self.laterals != "none":
+            before = self._columns(model, k)
+            with seeded(derive(self.seed, "laterals", k)):
+                self._live = before.laterals(unwrap(model), k, self.laterals == "adapter", *self.links[k : k + 1])
+        if self._live is not None:
+            follow(self._live, unwrap(model))
+        return self._live
+
+    def _attach(self, model: nn.Module) -> None:
         """Hooks on the user's model: in the first task to see which layers are called, then to lay the laterals."""
+        k, live = len(self.tasks) - 1, self._laterals(model)
         inner, compiled = unwrap(model), any("_orig_mod" in m._modules for m in model.modules())
         take_off(inner)
         if compiled:
             torch.compiler.reset()  # or what was compiled before would go on without the hooks
         if k == 0:
             take_notes(inner, self.layers)
-        elif self._live is not None:
-            self._columns(model, k).lead_into(inner, k, self._live, compiled)
+        elif live is not None:
+            self._columns(model, k).lead_into(inner, k, live, compiled)
 
     def _columns(self, model: nn.Module, count: int) -> Tower:
         """The columns put away, at least so many of them, where the model is."""
@@ -156,7 +173,8 @@ class PNN(Isolation):
                 net = filled(inner, self.own[k])
             with seeded(0):
                 tower.add(net, tower.laterals(net, k, True, self.links[k]))
-        return tower.to(next(inner.parameters()).device)
+        follow(tower, inner)
+        return tower
 
     def _fresh(self, inner: nn.Module) -> Params:
         """What a new column starts with; nothing new in the first. All that can go wrong with a new task goes wrong here."""
