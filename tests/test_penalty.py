@@ -8,7 +8,25 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from everlearn import EWC, L2, MAS, SI, Batch, Freeze, LwF, Method, evaluate, heads, nets, streams, train
+from everlearn import (
+    AGEM,
+    ER,
+    EWC,
+    GEM,
+    L2,
+    MAS,
+    SI,
+    Batch,
+    Freeze,
+    LwF,
+    Method,
+    Task,
+    evaluate,
+    heads,
+    nets,
+    streams,
+    train,
+)
 from everlearn.curvature import fisher
 from everlearn.method import label
 from everlearn.params import named, snapshot
@@ -108,13 +126,95 @@ def test_a_pull_that_is_forgotten_is_missed():
     chain.before_step(model)
 
 
+def test_a_pull_is_once_and_only_where_it_is_owed():
+    model, method = learned(EWC)
+    shift(model)
+    model.zero_grad()
+    method.loss(model, batch := Batch(*data(8))).backward()
+    truth = {n: p.grad.clone() for n, p in named(model).items()}
+    method.pull(model)  # the loss had the penalty in it
+    assert all(torch.equal(p.grad, truth[n]) for n, p in named(model).items())
+    model.zero_grad()
+    method.loss(model, batch, pulled=True).backward()
+    method.pull(model)
+    method.pull(model)
+    assert all(torch.equal(p.grad, truth[n]) for n, p in named(model).items())
+
+
+class Ramped(EWC):
+    """A user's method that changes the penalty alone."""
+
+    def penalty(self, model, batch=None, out=None):
+        return 10 * super().penalty(model, batch, out)
+
+
+class Both(Method):
+    """A user's method with a penalty and its gradient."""
+
+    def penalty(self, model, batch=None, out=None):
+        return sum(p.square().sum() for p in model.parameters())
+
+    def penalty_gradient(self, model):
+        for p in model.parameters():
+            p.grad += 2 * p.detach()
+
+
+class Halved(Both):
+    def penalty(self, model, batch=None, out=None):
+        return 0.5 * super().penalty(model, batch, out)
+
+
+def learn_by_hand(model, method, tasks):
+    for task in tasks:
+        method.begin_task(model, task)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        for batch in task.batches(8, 2):
+            optimizer.zero_grad()
+            method.loss(model, batch).backward()
+            method.before_step(model)
+            optimizer.step()
+            method.after_step(model)
+        method.end_task(model, task)
+
+
+CHAINS = [
+    lambda: Ramped(3.0), Both, Halved, lambda: SI() + EWC(3.0), lambda: EWC(3.0) + SI(), lambda: SI() + L2(), lambda: AGEM(20) + SI(),
+    lambda: SI() + GEM(20), lambda: GEM(20) + SI(), lambda: ER(20) + EWC(3.0), lambda: LwF() + EWC(3.0) + MAS(),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("make", CHAINS, ids=lambda make: label(make()))
+def test_chains_and_methods_of_ones_own_learn_alike_in_trainer_and_own_loop(make, double):
+    torch.manual_seed(0)
+    tasks = [Task(data(), id=k) for k in range(3)]
+    first = body_and_head()
+    a, b = copy.deepcopy(first), copy.deepcopy(first)
+    learn_by_hand(a, make(), tasks)
+    method = make()
+    for task in tasks:
+        train(b, method, task, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.05, momentum=0.9), epochs=2, batch_size=8)
+    for p, q in zip(a.parameters(), b.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", ANCHORED)
+def test_sparse_gradients_are_pulled_too(kind):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.EmbeddingBag(10, 4, sparse=True), nn.Linear(4, 3))
+    x, y = torch.randint(10, (32, 5)), torch.randint(3, (32,))
+    method = kind(only="1.*") if kind is EWC or kind is MAS else kind()
+    for k in range(2):
+        train(model, method, Task((x, y), id=k), optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1), batch_size=8)
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
 def test_what_lies_outside_the_loss_is_pulled_too():
     model, method = learned(L2)
     shift(model)
     model.zero_grad()
     truth = pulled(method, model)
     model.zero_grad()
-    method.pull(model)
+    method.penalty_gradient(model)
     assert all(torch.equal(p.grad, truth[n]) for n, p in named(model).items())
 
 

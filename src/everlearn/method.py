@@ -55,6 +55,8 @@ class Method:
     passing and not saved. A method never sees the trainer, the optimizer or the scenario.
     """
 
+    _owes = False  # a penalty's gradient, since a loss that was taken without it
+
     def __post_init__(self) -> None:
         for f, hint in _hints(self):
             check_field(f"{type(self).__name__}.{f}", getattr(self, f), hint)
@@ -76,11 +78,11 @@ class Method:
         """What is added to the task loss. [summed]"""
         return 0.0
 
-    def pull(self, model: nn.Module) -> None:
-        """Add to ``p.grad`` the gradient of a penalty of the parameters alone, once per step. [in order]
+    def penalty_gradient(self, model: nn.Module) -> None:
+        """Add to ``p.grad`` the gradient of ``penalty(model)``, where it is of the parameters alone and known by heart. [in order]
 
-        Only for losses taken with ``pulled=True`` and for optimizers the method is attached to: where the penalty is part
-        of the loss, its gradient is there already. Adding it in place costs about half.
+        It costs half of what a penalty in the loss does, and ``pull`` calls for it in its stead; a class that changes
+        ``penalty`` alone is not taken at this word.
         """
 
     def observe(self, batch: Batch, out: Tensor) -> None:
@@ -127,7 +129,14 @@ class Method:
 
     def unpulled(self, model: nn.Module, batch: Batch, out: Tensor) -> Tensor | float:
         """The penalty but for what ``pull`` adds."""
-        return self.penalty(model, batch, out)
+        self._owes = _nearest(self, "penalty_gradient") <= _nearest(self, "penalty") < len(type(self).__mro__) - 2
+        return 0.0 if self._owes else self.penalty(model, batch, out)
+
+    def pull(self, model: nn.Module) -> None:
+        """Add to ``p.grad`` the gradient of what ``loss(model, batch, pulled=True)`` has left out, once per step."""
+        if self._owes:
+            self._owes = False
+            self.penalty_gradient(model)
 
     def parameters(self) -> Iterable[nn.Parameter]:
         """Trainable tensors of the method itself; most have none."""
@@ -213,6 +222,11 @@ class Chain(Method):
         """The sum."""
         return _sum(m.unpulled(model, batch, out) for m in self.methods)
 
+    def penalty_gradient(self, model: nn.Module) -> None:
+        """Each in order."""
+        for m in self.methods:
+            m.penalty_gradient(model)
+
     def pull(self, model: nn.Module) -> None:
         """Each in order."""
         for m in self.methods:
@@ -267,6 +281,11 @@ class Chain(Method):
             raise ValueError(f"This state is of a chain of {len(state)} methods, this chain has {len(self.methods)}.")
         for i, m in enumerate(self.methods):
             m.load_state_dict(state[str(i)])
+
+
+def _nearest(method: Method, verb: str) -> int:
+    """How far up its ancestors a method has a verb from."""
+    return next(i for i, kind in enumerate(type(method).__mro__) if verb in vars(kind))
 
 
 def _sum(penalties: Iterable[Tensor | float]) -> Tensor | float:

@@ -39,26 +39,19 @@ class QuadraticPenalty(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.bowl = Quadratic()
-        self._owes = False  # a pull, since a loss without the penalty
 
     def penalty(self, model: nn.Module, batch: Batch | None = None, out: Tensor | None = None) -> Tensor | float:
         """The pull back to θ*; nothing before the first task has ended."""
         return self._holding()(model) if self.bowl.anchor else 0.0
 
-    def unpulled(self, model: nn.Module, batch: Batch, out: Tensor) -> Tensor | float:
-        """Nothing, as long as ``pull`` follows."""
-        self._owes = bool(self.bowl.anchor)
-        return 0.0
-
-    def pull(self, model: nn.Module) -> None:
-        """The gradient of the penalty, without its value and without a graph."""
-        self._owes = False
+    def penalty_gradient(self, model: nn.Module) -> None:
+        """The pull without its height and without a graph."""
         if self.bowl.anchor:
             self._holding().pull(model, named(model))
 
     def before_step(self, model: nn.Module) -> None:
         """Nothing but a guard: a pull that was forgotten would be fine-tuning."""
-        if self._owes:
+        if self._owes and self.bowl.anchor:
             name = type(self).__name__
             raise ValueError(f"The loss was taken with pulled=True: call {name}.pull(model) after backward().")
 

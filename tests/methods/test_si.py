@@ -111,7 +111,6 @@ def test_a_step_starts_where_the_parameters_are(pulled):
         bowl(h)(model).backward()
         if pulled:
             method.unpulled(model, Batch(x, x), x)
-            method.pull(model)
         method.before_step(model)
         optimizer.step()
         method.after_step(model)
@@ -128,7 +127,6 @@ def test_an_optimizer_that_writes_to_data_is_followed():
     model, method = Point(torch.randn(3)), SI()
     before = model.theta.detach().clone()
     bowl(h)(model).backward()
-    method.pull(model)
     method.before_step(model)
     model.theta.data.sub_(0.1 * model.theta.grad)
     method.after_step(model)

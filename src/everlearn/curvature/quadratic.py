@@ -57,7 +57,7 @@ class Quadratic:
         if not theta:  # all of them are frozen
             return
         grads = [_grad(parameters[n], t.shape) for n, t in theta.items()]
-        if isinstance(self.form, Diagonal):  # without a slope
+        if isinstance(self.form, Diagonal) and not self.slope:
             delta = list(self._delta(theta).values())
             values = [on(self.form.values[n], d).to(d.dtype) for n, d in zip(theta, delta, strict=True)]
             torch._foreach_mul_(delta, values)  # not addcmul: autograd, too, rounds the product before it adds it
@@ -168,6 +168,8 @@ def _grad(parameter: Tensor, shape: torch.Size) -> Tensor:
     """Where a gradient is added up, as far as the parameter is held."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
+    elif parameter.grad.is_sparse:  # the pull is not
+        parameter.grad = parameter.grad.to_dense()
     return corner(parameter.grad, shape)
 
 

@@ -24,9 +24,9 @@ class SI(QuadraticPenalty):
         L = L_task + strength · Σᵢ Ωᵢ (θᵢ - θ*ᵢ)²
 
     The path integral is over the gradient of the task loss alone. That is why the pull of the penalty is added to the
-    gradients by ``pull``, or else by ``before_step``: ``penalty`` tells its height and has no gradient. A loop of your own
-    speaks ``before_step`` (after a gradient scaler's ``unscale_``) and ``after_step``. In a chain, penalties of other methods
-    count as part of the task loss.
+    gradients in ``before_step``: ``penalty`` tells its height and has no gradient. A loop of your own speaks ``before_step``
+    (after a gradient scaler's ``unscale_``) and ``after_step``. In a chain, penalties of other methods count as part of the
+    task loss. Weights that somebody changes between two steps are noticed, in the trainer not if through ``p.data``.
 
     Args:
         strength: c; 0 is fine-tuning.
@@ -51,18 +51,24 @@ class SI(QuadraticPenalty):
         self._task: Params = {}  # g
         self._away: Params = {}  # θ - θ*, at these versions of the parameters
         self._versions: list[tuple[int, int]] = []
-        self._pulled = self._ready = self._arrived = False
+        self._ready = self._arrived = self._hurries = False
 
     def begin_task(self, model: nn.Module, task: Any) -> None:
         """The path of new parameters begins here."""
+        self._ready = False
         self._set_out(model)
 
     def penalty(self, model: nn.Module, batch: Batch | None = None, out: Tensor | None = None) -> Tensor | float:
         """The height of the penalty, for the loss that is shown; its gradient comes in ``before_step``."""
         return self.bowl(model).detach() if self._holds() else 0.0
 
+    def unpulled(self, model: nn.Module, batch: Batch, out: Tensor) -> Tensor | float:
+        """Nothing: without a gradient, the height is for show."""
+        self._hurries = True
+        return 0.0
+
     @torch.no_grad()
-    def pull(self, model: nn.Module) -> None:
+    def before_step(self, model: nn.Module) -> None:
         """Note where the step starts and the task loss's gradient there; then add that of the penalty."""
         parameters = named(model)
         if any(self._known.get(n) != p.shape for n, p in parameters.items()):
@@ -72,7 +78,10 @@ class SI(QuadraticPenalty):
                 "SI.before_step found no gradients: call it after loss.backward(), before optimizer.step()."
             )
         self._live = {n: p for n, p in parameters.items() if n in self.path}
-        self._locate(trust=self._owes and self._arrived)
+        for p in self._live.values():
+            if p.grad is not None and p.grad.is_sparse:
+                p.grad = p.grad.to_dense()
+        self._locate(trust=self._hurries and self._arrived)
         held = [n for n in self._live if n in self.omega.values]
         self._task = {n: p.grad for n, p in self._live.items() if p.grad is not None}
         self._task |= {n: g.clone() for n, g in self._task.items() if n not in held}  # clipping works in place
@@ -84,13 +93,7 @@ class SI(QuadraticPenalty):
             ]
             for name, grad in zip(held, torch._foreach_addcmul(grads, omega, away), strict=True):
                 self._live[name].grad = grad
-        self._pulled, self._owes = True, False
-
-    def before_step(self, model: nn.Module) -> None:
-        """The pull, if the loop has not called for it."""
-        if not self._pulled:
-            self.pull(model)
-        self._pulled, self._ready, self._arrived = False, True, False
+        self._ready, self._arrived, self._hurries = True, False, False
 
     @torch.no_grad()
     def after_step(self, model: nn.Module) -> None:
@@ -117,7 +120,7 @@ class SI(QuadraticPenalty):
             )
         if self.consolidate_every is None:
             self._arrive(model)
-        self._away = {}
+        self._away, self._versions = {}, []
 
     def _locate(self, trust: bool = False) -> bool:
         """Find θ - θ* and tell whether θ is a new version, which writing to p.data and fused optimizers do not make.
