@@ -1,6 +1,13 @@
 """Published tables: their data, the verdicts, runs that go on, the page."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +17,7 @@ from everlearn.cli import reproduce, tables
 from everlearn.cli.app import start
 from everlearn.cli.plan import cells as runs_of
 from everlearn.cli.tables import Cell
+from everlearn.cli.workers import outcomes
 
 TINY = """
 title = "Digits"
@@ -116,7 +124,11 @@ def test_both_numbers_stand_side_by_side(tiny, tmp_path, capsys):
     ]
     assert sorted(run["accuracy"] for run in kept["None/task"]["runs"].values()) == sorted(mine)
     page = (tmp_path / "results.md").read_text()
-    assert "| None/class | 99.9 |" in page and "- **None/class**: nobody reaches it" in page and "6 runs." in page
+    assert (
+        "| None/class | 99.9 |" in page
+        and "- **None/class**: nobody reaches it" in page
+        and "6 runs, by commit" in page
+    )
     times = {p: p.stat().st_mtime_ns for p in results.files(tmp_path / "runs" / "T0")}
     assert start(words) == 0
     assert times == {p: p.stat().st_mtime_ns for p in results.files(tmp_path / "runs" / "T0")}  # nothing done again
@@ -152,6 +164,81 @@ def test_a_run_that_fails_leaves_the_others(tiny, tmp_path, capsys, monkeypatch)
     assert start(["reproduce", "T0", "--seeds", "1", "--out", str(tmp_path)]) == 1
     out, err = capsys.readouterr()
     assert "None/class, seed 0 failed: the loss is nan" in err and "1 not run" in out
+
+
+def test_the_page_leaves_out_what_another_protocol_gave(tiny, tmp_path, capsys):
+    start(["reproduce", "T0", "--seeds", "1", "--out", str(tmp_path / "runs"), "--record", str(tmp_path / "results")])
+    assert "| Anchor/task | 1.0 | – | 0 |" not in (tmp_path / "results.md").read_text()
+    tiny(strength=5.0)
+    assert "| Anchor/task | 1.0 | – | 0 |" in reproduce.page(tmp_path / "results").read_text()
+
+
+def test_forced_runs_are_done_again(tiny, tmp_path, capsys):
+    words = ["reproduce", "T0", "--cells", "none/task", "--seeds", "1", "--out", str(tmp_path)]
+    start(words)
+    (path,) = results.files(tmp_path / "T0")
+    before = path.stat().st_mtime_ns
+    start([*words, "--force"])
+    assert path.stat().st_mtime_ns > before
+
+
+def test_cells_of_all_tables_are_chosen_alike(tiny, capsys):
+    assert start(["reproduce", "all", "--cells", "none/class", "--dry-run"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 1
+    for nothing in ("", "no/such"):
+        assert start(["reproduce", "all", "--cells", nothing, "--dry-run"]) == 2
+    assert "No cell of any table" in capsys.readouterr().err
+
+
+RECORD = """
+import sys
+from pathlib import Path
+from everlearn.cli import reproduce
+from everlearn.cli.tables import Cell
+for seed in range(20):
+    cell = Cell("T0", sys.argv[2], "task", 90.0, 0.0, {}, "")
+    reproduce.record(Path(sys.argv[1]), "T0", [(cell, {str(seed): {"accuracy": 1.0}})])
+"""
+
+
+def test_two_commands_at_once_keep_each_others_records(tmp_path):
+    both = [subprocess.Popen([sys.executable, "-c", RECORD, str(tmp_path), row]) for row in ("A", "B")]
+    assert [p.wait(120) for p in both] == [0, 0]
+    kept = json.loads((tmp_path / "T0.json").read_text())
+    assert {name: list(cell["runs"]) for name, cell in kept.items()} == {
+        name: [str(s) for s in range(20)] for name in ("A/task", "B/task")
+    }
+    assert [p.name for p in tmp_path.iterdir()] == ["T0.json"]
+
+
+@dataclass(frozen=True)
+class Slow:
+    """A run that takes a while, and leaves a file when it has ended."""
+
+    name: str
+    folder: Path
+    dies: bool = False
+
+    def run(self, force):
+        (self.folder / f"began {self.name}").touch()
+        if self.dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(1.0)
+        (self.folder / f"ended {self.name}").touch()
+        return self.name
+
+
+def test_who_stops_listening_stops_the_runs(tmp_path):
+    for _ in outcomes([Slow(str(i), tmp_path) for i in range(8)], workers=2, threads=1):
+        break
+    time.sleep(4)
+    assert len(list(tmp_path.glob("began *"))) <= 4  # the two that were going on, and at most two more
+
+
+def test_a_worker_that_dies_is_told(tmp_path):
+    todo = [Slow("a", tmp_path, dies=True), Slow("b", tmp_path)]
+    ended = dict(outcomes(todo, workers=2, threads=1))
+    assert set(ended) == {0, 1} and "a worker process has died" in str(ended[0])
 
 
 def test_workers_give_what_one_process_gives(tmp_path):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -20,6 +23,32 @@ def write(path: Path, content: bytes) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def locked(path: Path, stale: float = 60.0) -> Iterator[None]:
+    """Inside, no other process is inside for the same file: for reading, changing and writing it.
+
+    Args:
+        path: the file; the lock lies beside it.
+        stale: seconds after which a lock is taken to be that of a process that was killed.
+    """
+    lock = path.with_name(f".{path.name}.lock")
+    while True:
+        try:
+            os.close(os.open(lock, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+            break
+        except FileExistsError:
+            try:
+                if time.time() - lock.stat().st_mtime > stale:
+                    lock.unlink(missing_ok=True)
+            except FileNotFoundError:
+                continue  # it was freed just now
+            time.sleep(0.02)
+    try:
+        yield
+    finally:
+        lock.unlink(missing_ok=True)
 
 
 def writable_folder(folder: str | os.PathLike[str]) -> Path:

@@ -34,6 +34,7 @@ class Reproduction(BaseModel):
 
     cells: str = Field("*", description="Cells as ROW/COLUMN, separated by commas; 'SI/*' takes a row.")
     seeds: int = Field(3, ge=1, description="How many seeds, counted from 0.")
+    force: bool = Field(False, description="Run again what is there already.")
     quick: bool = Field(False, description="A few steps and one seed, to see that all runs: not the protocol.")
     dry_run: bool = Field(False, description="Only print each cell's command.")
     data: Path | None = Field(None, description="Folder of data sets in files; by default EVERLEARN_DATA.")
@@ -48,13 +49,18 @@ def reproduce(table: str, options: Reproduction) -> int:
     o, chosen = options, [name for name in names() if table.lower() in ("all", name.lower())] or [table]
     if o.record is not None and o.quick:
         raise UsageError("--record keeps what the protocol gives, and --quick is not the protocol.")
+    wanted = {name: cells(name, o.cells, o.quick, strict=len(chosen) == 1) for name in chosen}
+    if not any(wanted.values()):
+        raise UsageError(
+            f"No cell of any table is called {o.cells!r}; 'everlearn reproduce TABLE --dry-run' names them."
+        )
     failed = False
-    for name in chosen:
+    for name in [name for name in chosen if wanted[name]]:
         if o.dry_run:
-            for cell in cells(name, o.cells if len(chosen) == 1 else "*", o.quick):
+            for cell in wanted[name]:
                 print(f"{cell.name}: {cell.command(1 if o.quick else o.seeds)}")
             continue
-        found, wrong = _runs(cells(name, o.cells if len(chosen) == 1 else "*", o.quick), o)
+        found, wrong = _runs(wanted[name], o)
         print(shown(name, read(name), found, o.quick), end="\n\n")
         failed |= wrong
     if o.record is not None and not o.dry_run:
@@ -70,7 +76,7 @@ def _runs(wanted: Sequence[Cell], o: Reproduction) -> tuple[list[tuple[Cell, Run
     found: list[tuple[Cell, Runs]] = [(c, {}) for c in wanted]
     failed = False
     with tqdm(total=len(todo), desc="reproduce", leave=False, disable=None) as bar:
-        for place, outcome in outcomes([cell for _, cell in todo], o.workers, o.threads):
+        for place, outcome in outcomes([cell for _, cell in todo], o.workers, o.threads, o.force):
             i, cell = todo[place]
             bar.update()
             bar.set_postfix_str(f"{wanted[i].name}, seed {cell.seed}")
@@ -126,14 +132,23 @@ def _tally(found: Sequence[tuple[Cell, Runs]]) -> str:
 def record(folder: Path, name: str, found: Sequence[tuple[Cell, Runs]]) -> None:
     """Put runs among those kept, seed by seed; those of another protocol are dropped."""
     path = atomic.writable_folder(folder) / f"{name}.json"
-    kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    for cell, runs in found:
-        before = kept.get(cell.name, {})
-        same = before.get("options") == json.loads(json.dumps(cell.options))
-        both = {**(before["runs"] if same else {}), **runs}
-        if both:
-            kept[cell.name] = {"options": cell.options, "machine": machine(), "runs": dict(sorted(both.items()))}
-    atomic.write(path, (json.dumps(kept, indent=1, ensure_ascii=False) + "\n").encode())
+    with atomic.locked(path):  # two commands side by side are the way to use two cores
+        kept = _kept_in(path)
+        for cell, runs in found:
+            if both := {**_of(cell, kept), **runs}:
+                ordered = dict(sorted(both.items(), key=lambda run: int(run[0])))
+                kept[cell.name] = {"options": cell.options, "machine": machine(), "runs": ordered}
+        atomic.write(path, (json.dumps(kept, indent=1, ensure_ascii=False) + "\n").encode())
+
+
+def _kept_in(path: Path) -> dict[str, Any]:
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
+
+
+def _of(cell: Cell, kept: dict[str, Any]) -> Runs:
+    """The runs that are kept of a cell, if they were of its protocol as it is now."""
+    before = kept.get(cell.name, {})
+    return before["runs"] if before.get("options") == json.loads(json.dumps(cell.options)) else {}
 
 
 def machine() -> str:
@@ -153,9 +168,9 @@ def page(folder: Path) -> Path:
     parts = ["# Published tables, and ours", rule]
     for name in names():
         path, table = folder / f"{name}.json", read(name)
-        kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        found = [(c, kept.get(c.name, {}).get("runs", {})) for c in cells(name)]
-        parts += _section(name, table, found, sorted({k["machine"] for k in kept.values()}))
+        kept = _kept_in(path)
+        found = [(c, _of(c, kept)) for c in cells(name)]
+        parts += _section(name, table, found, sorted({kept[c.name]["machine"] for c, runs in found if runs}))
     target = folder.with_suffix(".md")
     atomic.write(target, ("\n\n".join(parts) + "\n").encode())
     return target
@@ -165,11 +180,12 @@ def _section(name: str, table: Table, found: Sequence[tuple[Cell, Runs]], machin
     rows = [_line(cell, runs) for cell, runs in found]
     body = ["| " + " | ".join(row) + " |" for row in [TITLES, ["---"] * len(TITLES), *rows]]
     every = [run for _, runs in found for run in runs.values()]
+    commits = sorted({str(run["commit"])[:7] for run in every})
     days = sorted({run["time"][:10] for run in every})
     facts = (
         f"Run on {' and '.join([days[0], days[-1]][: len(days)])} with torch {', '.join(sorted({r['torch'] for r in every}))} "
         f"on {'; '.join(machines)}, {max(r['threads'] for r in every)} thread a run; {sum(r['seconds'] for r in every) / 60:.0f} "
-        f"minutes in all, {len(every)} runs."
+        f"minutes in all, {len(every)} runs, by commit{'s' * (len(commits) > 1)} {', '.join(commits)}."
         if every
         else "Not run yet."
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -12,7 +13,14 @@ import torch
 from everlearn.cli.plan import Cell
 from everlearn.results import Result
 
-FAILURES = (ArithmeticError, ValueError, TypeError, RuntimeError)  # of one run, which leave the others in peace
+FAILURES = (
+    ArithmeticError,
+    ValueError,
+    TypeError,
+    RuntimeError,
+    OSError,
+    ImportError,
+)  # of one run, which leave the others in peace
 
 
 def outcomes(
@@ -27,27 +35,37 @@ def outcomes(
         force: do also what is done already.
     """
     if workers <= 1 or len(todo) <= 1:
-        _start(threads)
+        if threads is not None:
+            torch.set_num_threads(threads)
         for i, cell in enumerate(todo):
             yield i, _outcome(cell, force)
         return
     fresh = multiprocessing.get_context("spawn")  # a forked torch may hang
-    with ProcessPoolExecutor(min(workers, len(todo)), fresh, _start, (threads or 1,)) as pool:
-        places = {pool.submit(_outcome, cell, force): i for i, cell in enumerate(todo)}
-        try:
-            for future in as_completed(places):
-                yield places[future], future.result()
-        except BrokenProcessPool:
-            raise RuntimeError(
-                "A worker process has died, perhaps for lack of memory. Finished runs are kept; go on with fewer --workers."
-            ) from None
-        finally:  # also when the reader stops listening
-            pool.shutdown(wait=False, cancel_futures=True)
+    pool = ProcessPoolExecutor(min(workers, len(todo)), fresh, _begin, (threads or 1,))
+    places = {pool.submit(_outcome, cell, force): i for i, cell in enumerate(todo)}
+    left = set(places.values())
+    try:
+        for future in as_completed(places):
+            outcome: Result | Exception
+            try:
+                outcome = future.result()
+            except BrokenProcessPool:
+                outcome = RuntimeError(
+                    "a worker process has died, perhaps for lack of memory; the same command goes on, best with fewer --workers"
+                )
+            left.discard(places[future])
+            yield places[future], outcome
+    finally:  # also when the reader stops listening: no run is begun any more, and those that go on are ended
+        going = list((pool._processes or {}).values()) if left else []
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in going:
+            process.terminate()
 
 
-def _start(threads: int | None) -> None:
-    if threads is not None:
-        torch.set_num_threads(threads)
+def _begin(threads: int) -> None:
+    """A worker ends with the command it belongs to, at once."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    torch.set_num_threads(threads)
 
 
 def _outcome(cell: Cell, force: bool) -> Result | Exception:
