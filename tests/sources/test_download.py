@@ -106,6 +106,21 @@ def test_a_server_that_announces_no_length(server, file, tmp_path):
     assert (tmp_path / "a.bin").read_bytes() == CONTENT
 
 
+def test_an_end_without_an_announced_length_may_be_early(server, file, tmp_path):
+    server.announces, server.breaks = False, [300_000]
+    fetch(file, tmp_path / "a.bin")
+    assert (tmp_path / "a.bin").read_bytes() == CONTENT and server.asked == [None, "bytes=300000-"]
+    server.breaks = [100_000] * 3
+    with pytest.raises(
+        OSError, match=r"it ended after 300,000 bytes, without .* 300,000 bytes are kept in .*b.bin.part"
+    ):
+        fetch(file, tmp_path / "b.bin")
+    fetch(file, tmp_path / "b.bin")
+    assert (tmp_path / "b.bin").read_bytes() == CONTENT and server.asked[-1] == "bytes=300000-"
+    with pytest.raises(ValueError, match=r"is damaged: its md5 is .*What was downloaded has been removed."):
+        fetch(replace(file, md5="0" * 32), tmp_path / "c.bin")  # the server says that there is no more
+
+
 def test_a_part_that_is_whole_already(server, file, tmp_path):
     for known in (file, replace(file, size=len(CONTENT))):
         (tmp_path / "a.bin.part").write_bytes(CONTENT)
@@ -151,8 +166,9 @@ def test_what_cannot_be_got(server, file, tmp_path):
         fetch(replace(file, url="file:///etc/passwd"), tmp_path / "a.bin")
 
 
-@pytest.mark.usefixtures("unverified")
-def test_load_downloads_the_files_of_a_set(server, tmp_path, monkeypatch):
+@pytest.fixture
+def files(server, unverified, tmp_path, monkeypatch):
+    """A small MNIST in ``tmp_path`` and on the server, with checksums."""
     layouts.write_mnist(tmp_path / "mnist")
     row = SOURCES["mnist"]
     files = []
@@ -161,6 +177,10 @@ def test_load_downloads_the_files_of_a_set(server, tmp_path, monkeypatch):
         files.append(replace(one, md5=md5(tmp_path / "mnist" / one.name), url=f"{server.url}/{one.name}"))
     layout = replace(row.layouts[0], files=tuple(files))
     monkeypatch.setitem(SOURCES, "mnist", replace(row, layouts=(layout,)))
+    return files
+
+
+def test_load_downloads_the_files_of_a_set(server, files, tmp_path):
     truth = load("mnist", tmp_path)
     assert torch.equal(load("mnist", tmp_path / "new", download=True)[0][0], truth[0][0])
     (tmp_path / "new" / "mnist" / files[1].name).unlink()
@@ -169,6 +189,36 @@ def test_load_downloads_the_files_of_a_set(server, tmp_path, monkeypatch):
     assert len(server.asked) == asked + 1, "only what is missing"
     load("mnist", tmp_path / "new", download=True)
     assert len(server.asked) == asked + 1
+
+
+def test_load_downloads_beside_what_is_there(server, files, tmp_path):
+    own = tmp_path / "mnist"
+    (own / files[1].name).unlink()
+    load("mnist", own, download=True)
+    assert len(server.asked) == 1 and sorted(p.name for p in own.iterdir()) == sorted(file.name for file in files)
+
+
+def test_load_replaces_a_damaged_file_by_a_sound_one(server, files, tmp_path):
+    own, sound = tmp_path / "mnist", server.files[f"/{files[1].name}"]
+    for root in (tmp_path, own):
+        (own / files[1].name).write_bytes(b"damaged")
+        with pytest.raises(ValueError, match="is damaged"):
+            load("mnist", root)
+        server.files[f"/{files[1].name}"] = b"as bad"
+        with pytest.raises(ValueError, match=r"What was downloaded has been removed"):
+            load("mnist", root, download=True)
+        assert (own / files[1].name).read_bytes() == b"damaged", "until there is a better one"
+        server.files[f"/{files[1].name}"] = sound
+        load("mnist", root, download=True)
+        assert (own / files[1].name).read_bytes() == sound
+
+
+def test_load_leaves_alone_what_is_another_set_of_the_same_names(server, files, tmp_path):
+    other = tmp_path / "clothes"
+    layouts.write_mnist(other, (50, 30), seed=9)
+    before = {path: path.read_bytes() for path in other.iterdir()}
+    load("mnist", other, download=True)
+    assert all(path.read_bytes() == content for path, content in before.items()) and (other / "mnist").is_dir()
 
 
 @pytest.mark.usefixtures("unverified")
@@ -189,8 +239,12 @@ def test_load_downloads_and_unpacks_an_archive(server, tmp_path, monkeypatch):
     assert len(server.asked) == 1, "an archive that is there is unpacked without the network"
 
 
-def test_a_set_that_must_be_got_by_hand_says_so(tmp_path):
+def test_a_set_that_must_be_got_by_hand_says_so(tmp_path, monkeypatch):
+    monkeypatch.delenv("EVERLEARN_DATA", raising=False)
     with pytest.raises(FileNotFoundError, match=r"missing .*batch10.dat; get it from archive.ics.uci.edu"):
         load("gas_drift", tmp_path, download=True)
     with pytest.raises(FileNotFoundError, match=r"Where is mnist\?"):
         load("mnist", download=True)
+    (tmp_path / "chars74k_fnt_28.npz").write_bytes(b"damaged")
+    with pytest.raises(ValueError, match=r"is damaged: its md5 is"):
+        load("chars74k", tmp_path, download=True)

@@ -50,6 +50,11 @@ def test_the_folder_may_be_given_in_three_ways(signed, monkeypatch):
     assert torch.equal(load("mnist", str(signed / "mnist"))[0][0], x)
     monkeypatch.setenv("EVERLEARN_DATA", str(signed))
     assert torch.equal(load("mnist")[0][0], x)
+    monkeypatch.setenv("EVERLEARN_DATA", "")
+    monkeypatch.chdir(signed)
+    with pytest.raises(FileNotFoundError, match=r"Where is mnist\?"):
+        load("mnist")
+    assert torch.equal(load("mnist", ".")[0][0], x), "the current folder only if it is asked for"
 
 
 def test_missing_files_are_named_with_where_to_get_them(signed):
@@ -69,13 +74,12 @@ def test_missing_files_are_named_with_where_to_get_them(signed):
         load("gas_drift", signed)
 
 
-@pytest.mark.parametrize("download", [False, True])
-def test_a_damaged_file_is_named(signed, download):
+def test_a_damaged_file_is_named(signed):
     file = signed / "mnist" / IDX[2]
     load("mnist", signed)
     file.write_bytes(file.read_bytes()[:-1])  # noticed although the set has been read before
     with pytest.raises(ValueError, match=r"t10k-images-idx3-ubyte.gz is damaged: its md5 is \w+, not \w+; get it anew"):
-        load("mnist", signed, download=download)
+        load("mnist", signed)
 
 
 def test_sizes_are_checked_where_there_is_no_checksum(tmp_path):

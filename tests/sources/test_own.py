@@ -24,6 +24,19 @@ def test_a_share_of_each_class_is_held_back():
             held_back(y, share)
 
 
+def test_identical_images_are_on_one_side():
+    kinds = torch.randint(0, 256, (40, 1, 4, 4), dtype=torch.uint8)
+    x, y = kinds[torch.arange(200) * 7 % 40], torch.arange(200) // 50  # every image five times, under several labels
+    (learned, y_learned), (tested, y_tested) = hold_back(x, y)
+    sides = [{image.numpy().tobytes() for image in side} for side in (learned, tested)]
+    assert not sides[0] & sides[1] and len(sides[1]) == 8 and len(tested) == 40
+    assert set(y_learned.tolist()) == set(y_tested.tolist()) == {0, 1, 2, 3}
+    (_, y), (_, y_test) = hold_back(kinds[[0, 1, 2, 3, 4, 4]], torch.tensor([0, 0, 0, 0, 0, 1]))
+    assert y.tolist() == [0, 0, 0, 0, 0, 1] and not len(y_test), "no class is only in the test"
+    assert len(hold_back(kinds[:0], torch.zeros(0, dtype=torch.long))[0][0]) == 0
+    assert len(hold_back(kinds, torch.rand(40, 2))[1][0]) == 8
+
+
 class TestImageFolder:
     def test_one_folder_per_class(self, tmp_path):
         write_images(tmp_path, ["cat", "dog"], size=(10, 14))
@@ -80,6 +93,21 @@ class TestNpz:
         assert x.shape == (20, 1 if len(shape) == 3 else 3, 6, 6) and x.min() >= 0 and 0.9 < x.max() <= 1
         assert data.names == ["a", "b"] and y[:2].tolist() == [1, 0] and y_test.tolist() == [0, 1] * 2
         assert len(x_test) == 4
+
+    def test_the_test_set_may_lack_a_class(self, tmp_path):
+        words = {"y_train": ["a", "b", "c"] * 2, "y_test": ["c", "a"]}
+        np.savez(tmp_path / "a.npz", x_train=np.zeros((6, 2)), x_test=np.zeros((2, 2)), **words)
+        data = npz(tmp_path / "a.npz")
+        assert data.names == ["a", "b", "c"] and data[1][1].tolist() == [2, 0]
+        np.savez(tmp_path / "a.npz", x=np.zeros((2, 2)), y=["a", "b"], x_test=np.zeros((1, 2)), y_test=[0])
+        with pytest.raises(ValueError, match="not the same"):
+            npz(tmp_path / "a.npz")
+
+    @pytest.mark.parametrize("value", [np.nan, np.inf, 1e300])
+    def test_labels_that_are_not_finite(self, value, tmp_path):
+        np.savez(tmp_path / "a.npz", x=np.zeros((3, 2)), y=[0.0, value, 1.0])
+        with pytest.raises(ValueError, match="1 of 3 labels are not finite numbers"):
+            npz(tmp_path / "a.npz")
 
     def test_what_is_no_npz(self, tmp_path):
         with pytest.raises(FileNotFoundError, match="There is no file"):
@@ -149,12 +177,19 @@ class TestTable:
             ("b\n1\n", "has no column 'a'; it has b"),
             ("a,b\n1,x\n", "'b' is not made of numbers \\('x' is one"),
             ("a,b\n1,nan\n", "'b' has cells that are not finite"),
+            ("a,b\n1,1e300\n", "'b' has cells that are not finite"),
+            ("a,b\n0,1\nnan,2\n1,3\n", "'a' has cells that are not finite"),
+            ("a,b\n0,1\n-1e999,2\n", "'a' has cells that are not finite"),
         ],
     )
     def test_what_is_no_table(self, text, message, tmp_path):
         (tmp_path / "a.csv").write_text(text)
         with pytest.raises(ValueError, match=message):
             table(tmp_path / "a.csv", target="a")
+
+    def test_numbers_of_many_digits(self, tmp_path):
+        (tmp_path / "a.csv").write_text("a,b\n0,99999999999999999999\n1,3\n")
+        assert table(tmp_path / "a.csv", target="a")[0][0].max() == np.float32(1e20)
 
     def test_the_target_is_not_learned_from(self, tmp_path):
         with pytest.raises(ValueError, match="'kind' is what is to be predicted"):
@@ -254,6 +289,8 @@ class TestHuggingFace:
         assert data[1][0].tolist() == [[0.0], [1.0]] and data.names == ["a", "b"]
         with pytest.raises(ValueError, match=r"needs the parts train and test .* got train, other"):
             hugging_face({"train": part, "other": part}, x="x", y="y")
+        fewer = hugging_face({"train": part, "test": Columns({"x": [[0.0]], "y": ["b"]})}, x="x", y="y")
+        assert fewer[1][1].tolist() == [1] and fewer.names == ["a", "b"]
         with pytest.raises(ValueError, match="have different classes"):
             hugging_face({"train": part, "test": Columns({"x": [[0.0]], "y": ["c"]})}, x="x", y="y")
 

@@ -161,7 +161,7 @@ def test_chars74k_in_folders_and_npz(tmp_path):
     layouts.write_images(folder / "Sample063", ["x"])
     (folder / "Sample001" / "000.png").touch()
     (tmp_path / "b").mkdir()
-    x = np.zeros((15, 28, 28), np.uint8)
+    x = np.random.default_rng(0).integers(0, 256, (15, 28, 28), np.uint8)
     np.savez(tmp_path / "b" / "chars74k_fnt_28.npz", x=x, y=np.repeat([0, 2, 3], 5), names=np.array(list("HIJK")))
     data = load("chars74k", tmp_path / "b")
     assert data.names == ["H", "J", "K"] and counts(data[0][1]) == [4, 4, 4], "no class without examples"
@@ -207,6 +207,11 @@ def test_a_package_that_is_not_here_is_named_with_its_extra(module, name, write,
     assert str(raised.value).startswith(says) and "pip install 'everlearn[data]'" in str(raised.value)
 
 
+def shared_images(data):
+    learned, tested = ({image.tobytes() for image in x.numpy()} for x, _ in data)
+    return learned & tested
+
+
 class TestTheRealFiles:
     """Facts published with the sets, or counted by others (each SOURCE.md says by whom)."""
 
@@ -228,8 +233,9 @@ class TestTheRealFiles:
         assert x.mean().item() == pytest.approx(0.2860, abs=1e-4)
 
     def test_notmnist(self, shared_data):
-        (_, y), (_, y_test) = load("notmnist", shared_data)
-        assert counts(y) == [800] * 10 and counts(y_test) == [200] * 10
+        data = load("notmnist", shared_data)
+        assert counts(torch.cat([y for _, y in data])) == [1000] * 10 and len(data[1][1]) == 1969
+        assert not shared_images(data)
 
     def test_usps(self, shared_data):
         (x, y), (_, y_test) = load("usps", shared_data)
@@ -240,6 +246,7 @@ class TestTheRealFiles:
         data = load("chars74k", shared_data)
         assert len(data.names) == 34 and not set(data.names) & set("IO")
         assert sum(len(y) for _, y in data) == 34_544 and data[0][0].mean() > 0.5, "black on white"
+        assert not shared_images(data), "many fonts draw the same letters"
 
     def test_omniglot(self, shared_data):
         data = load("omniglot", shared_data)

@@ -152,6 +152,16 @@ def test_mas_sequence_from_folders_and_published_files(root):
         streams.mas_sequence()
 
 
+def test_mas_sequence_does_not_take_half_a_published_set_for_folders_of_images(root):
+    layouts.write_images(root / "birds", ["auk", "jay"])
+    layouts.write_images(root / "cars", ["van", "cab"])
+    layouts.write_images(root / "flowers", ["jpg"])
+    (root / "svhn" / "test_32x32.mat").unlink()
+    with pytest.warns(UserWarning, match=r"missing imagelabels.mat, setid.mat .*missing test_32x32.mat; get it from"):
+        stream = streams.mas_sequence(root=root, size=16)
+    assert stream.settings["sets"] == ["birds", "cars"]
+
+
 def test_core50_new_instances(core50):
     stream = streams.core50_ni(root=core50, size=8)
     assert [str(t) for t in stream] == [f"session {s}" for s in (1, 2, 4, 5, 6, 8, 9, 11)]
@@ -323,7 +333,7 @@ def _silence():
 def test_the_real_five_datasets(shared_data):
     with pytest.warns(UserWarning, match="without svhn, cifar10"):
         stream = streams.five_datasets(root=shared_data)
-    assert [len(t.train) for t in stream] == [60_000, 60_000, 8_000] and stream.outputs == 30
+    assert [len(t.train) for t in stream] == [60_000, 60_000, 8_031] and stream.outputs == 30
 
 
 def test_the_real_digits_of_two_places(shared_data):

@@ -181,11 +181,11 @@ def list_everything() -> int:
     for title, things in tables.items():
         print(f"{title}:")
         for name, thing in things.items():
-            print(f"  {name:16s} {_first_line(thing)}")
+            print(f"  {name:19s} {_first_line(thing)}")
         print()
     print("Published tables, for 'everlearn reproduce':")
     for name in table_names():
-        print(f"  {name:16s} {read_table(name).title} ({read_table(name).source})")
+        print(f"  {name:19s} {read_table(name).title} ({read_table(name).source})")
     print()
     print("'everlearn show METHOD' tells more; 'a+b' chains two methods.")
     return 0

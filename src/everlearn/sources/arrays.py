@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everlearn.sources.data import Data, hold_back, images, numbered
+from everlearn.sources.data import Data, hold_back, images, numbered, renumbered
 
 
 def npz(path: str | Path, *, x: str = "x", y: str = "y", test: float = 0.2) -> Data:
@@ -49,9 +49,10 @@ def _cut(stored: dict[str, Any], path: str | Path, x: str, y: str, test: float) 
     if f"{x}_test" not in stored or f"{y}_test" not in stored:
         return hold_back(inputs, labels, test, names=names).copy()
     labels_test, names_test = numbered(stored[f"{y}_test"])
-    if names != names_test:
+    if bool(names) != bool(names_test) or not set(names_test) <= set(names):
         raise ValueError(f"{path}: training and test labels are words, and not the same ones: {names}, {names_test}.")
-    return Data((inputs, labels), (as_inputs(stored[f"{x}_test"]), labels_test), names=names).copy()
+    held = as_inputs(stored[f"{x}_test"]), renumbered(labels_test, names_test, names)
+    return Data((inputs, labels), held, names=names).copy()
 
 
 def as_inputs(array: np.ndarray) -> Tensor:

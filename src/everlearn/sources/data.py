@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
@@ -77,13 +78,35 @@ def hold_back(
 ) -> Data:
     """Data without a published test set, cut in two: of each class, examples at equal distances are for tests.
 
+    Identical images are one example here: all of them are to learn from, or all for tests.
+
     >>> (x, y), (x_test, y_test) = hold_back(torch.arange(10.0), torch.zeros(10, dtype=torch.long))
     >>> x_test
     tensor([4., 9.])
     """
     _must_match(x, y)
-    test = held_back(y, share)
+    first = _first(x)
+    own, test = first.unique(), torch.zeros(len(y), dtype=torch.bool)
+    test[own] = held_back(y[own], share)
+    for label in y.unique() if _are_classes(y) else ():
+        if test[same := first[y == label]].all():  # its images are all another class's, too: one must be learned from
+            test[same[0]] = False
+    test = test[first]
     return Data((_some(x, ~test), y[~test]), (_some(x, test), y[test]), names=names, groups=groups)
+
+
+def _first(x: Any) -> Tensor:
+    """For every example, the number of the first that is identical; only among images, as numbers and words may recur."""
+    if not isinstance(x, Tensor) or x.dim() < 3:
+        return torch.arange(len(x))
+    seen: dict[bytes, int] = {}
+    pixels = x.contiguous().numpy()
+    first = [seen.setdefault(hashlib.sha256(image).digest(), i) for i, image in enumerate(pixels)]
+    return torch.tensor(first, dtype=torch.long)
+
+
+def _are_classes(y: Tensor) -> bool:
+    return not y.is_floating_point() and y.dim() == 1
 
 
 def _must_match(x: Any, y: Tensor) -> None:
@@ -99,7 +122,7 @@ def held_back(y: Tensor, share: float = 0.2) -> Tensor:
     """Which examples are for tests: with a share of 0.2 every fifth of each class, and one where there are two to four."""
     if not 0 < share < 1:
         raise ValueError(f"The share of examples for tests lies between 0 and 1, got {share}.")
-    groups = y.unique() if not y.is_floating_point() and y.dim() == 1 else [None]
+    groups = y.unique() if _are_classes(y) else [None]
     test = torch.zeros(len(y), dtype=torch.bool)
     for group in groups:
         rows = torch.arange(len(y)) if group is None else (y == group).nonzero().flatten()
@@ -133,6 +156,24 @@ def numbered(labels: Any) -> tuple[Tensor, list[str]]:
     if values.dtype.kind in "iub" and (not values.size or values.min() >= 0):
         return torch.from_numpy(values.astype(np.int64)), []
     if values.dtype.kind == "f":
-        return torch.from_numpy(values.astype(np.float32)), []
-    names, y = np.unique(values.astype(str) if values.dtype.kind == "O" else values, return_inverse=True)
-    return torch.from_numpy(y.astype(np.int64)), [str(name) for name in names]
+        y = torch.from_numpy(in_float32(values))
+        if lost := int((~y.isfinite()).sum()):
+            raise ValueError(f"{lost:,} of {y.numel():,} labels are not finite numbers: fill them or leave them out.")
+        return y, []
+    names, counted = np.unique(values.astype(str) if values.dtype.kind == "O" else values, return_inverse=True)
+    return torch.from_numpy(counted.astype(np.int64)), [str(name) for name in names]
+
+
+def in_float32(values: np.ndarray) -> np.ndarray:
+    """Numbers as torch learns from them; what is too large becomes infinite, which the caller looks for."""
+    with np.errstate(over="ignore"):
+        return values.astype(np.float32)
+
+
+def renumbered(y: Tensor, own: Sequence[str], names: Sequence[str]) -> Tensor:
+    """Labels that count their own names, made to count all the names.
+
+    >>> renumbered(torch.tensor([0, 1]), ["a", "c"], ["a", "b", "c"])
+    tensor([0, 2])
+    """
+    return torch.tensor([names.index(name) for name in own])[y] if names else y

@@ -12,7 +12,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from everlearn.sources.files import File, check
+from everlearn.sources.files import File, check, sound
 
 ATTEMPTS = 3
 TIMEOUT = 30.0  # seconds without a byte
@@ -37,7 +37,8 @@ def fetch(file: File, path: Path) -> None:
         part.unlink(missing_ok=True)
     for attempt in range(ATTEMPTS):
         try:
-            _continue(file, part)
+            if not _continue(file, part) and not sound(part, file):
+                raise Broken(f"it ended after {part.stat().st_size:,} bytes, without having said how many there are")
             break
         except (OSError, http.client.HTTPException, Broken) as error:
             refused = isinstance(error, urllib.error.HTTPError) and error.code < 500
@@ -55,11 +56,11 @@ def fetch(file: File, path: Path) -> None:
     os.replace(part, path)
 
 
-def _continue(file: File, part: Path) -> None:
-    """Ask for what is missing and append it; start anew if the server sends all."""
+def _continue(file: File, part: Path) -> bool:
+    """Ask for what is missing and append it; start anew if the server sends all. Whether the length was known, and reached."""
     have = part.stat().st_size if part.exists() else 0
     if file.size is not None and have == file.size:
-        return
+        return True
     headers = {"User-Agent": "everlearn", "Accept-Encoding": "identity"}
     if have:
         headers["Range"] = f"bytes={have}-"
@@ -69,7 +70,7 @@ def _continue(file: File, part: Path) -> None:
             if answer.status == 206 and not resumed:
                 part.unlink()
                 raise Broken("the server sent another part than was asked for")
-            _receive(answer, part, have if resumed else 0, file)
+            return _receive(answer, part, have if resumed else 0, file)
     except urllib.error.HTTPError as error:
         if error.code != 416:
             raise
@@ -77,6 +78,7 @@ def _continue(file: File, part: Path) -> None:
         if error.headers.get("Content-Range") != f"bytes */{have}":
             part.unlink()
             raise Broken("the part kept here is longer than the file") from None
+        return True
 
 
 def _start(answer: Any) -> int | None:
@@ -84,7 +86,7 @@ def _start(answer: Any) -> int | None:
     return int(found[1]) if found else None
 
 
-def _receive(answer: Any, part: Path, have: int, file: File) -> None:
+def _receive(answer: Any, part: Path, have: int, file: File) -> bool:
     announced = answer.headers.get("Content-Length")
     total = have + int(announced) if announced and announced.isdigit() else None
     most = file.size if file.size is not None else LARGEST
@@ -105,3 +107,4 @@ def _receive(answer: Any, part: Path, have: int, file: File) -> None:
         raise ValueError(f"{file.url} sends more than the {most:,} bytes of {file.name}: it is another file.")
     if total is not None and have < total:
         raise Broken(f"the connection ended after {have:,} of {total:,} bytes")
+    return total is not None

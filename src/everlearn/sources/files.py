@@ -66,28 +66,48 @@ class Published:
     origin: str
 
 
+class Damaged(ValueError):
+    """A file is not the published one."""
+
+
+def given_root(root: str | Path | None) -> Path | None:
+    """The folder of data sets that was given, or the one in the environment; an empty variable is none."""
+    given = root if root is not None else os.environ.get("EVERLEARN_DATA") or None
+    return None if given is None else Path(given)
+
+
 def data_root(name: str, files: str, origin: str, root: str | Path | None) -> Path:
-    """The folder of data sets that was given, or the one in the environment."""
-    given = root if root is not None else os.environ.get("EVERLEARN_DATA")
+    """The folder of data sets; an error says what it is for if there is none."""
+    given = given_root(root)
     if given is None:
         raise FileNotFoundError(
             f"Where is {name}? Give the folder that holds it, as root=… (--data on the command line) or in the environment "
             f"variable EVERLEARN_DATA. Its files are {files}, from {origin}."
         )
-    return Path(given)
+    return given
 
 
 def locate(data: Published, root: Path) -> tuple[Layout, Path] | None:
     """The first layout that is there, and its folder."""
     for layout in data.layouts:
-        for folder in _candidates(data, layout, root):
+        for folder in candidates(data, layout, root):
             found = [(folder / file.name).exists() for file in layout.files]
             if any(found) if layout.some else all(found):
                 return layout, folder
     return None
 
 
-def _candidates(data: Published, layout: Layout, root: Path) -> Iterator[Path]:
+def begun(data: Published, root: Path) -> bool:
+    """Whether any file of any layout is there, packed or unpacked."""
+    return any(
+        (folder / file.name).exists()
+        for layout in data.layouts
+        for folder in candidates(data, layout, root)
+        for file in (*layout.files, *layout.archives)
+    )
+
+
+def candidates(data: Published, layout: Layout, root: Path) -> Iterator[Path]:
     """Under the set's name, under one of the layout's, or the given folder itself."""
     for name in (data.name, *layout.folders):
         yield root / name
@@ -99,7 +119,7 @@ def missing(data: Published, root: Path) -> FileNotFoundError:
     """What is not there, in the layout that lacks the least, and where to get it."""
     lacking = []
     for layout in data.layouts:
-        folders = list(_candidates(data, layout, root))
+        folders = list(candidates(data, layout, root))
         names = [file.name for file in layout.files if not any((f / file.name).exists() for f in folders)]
         lacking.append((len(names) / len(layout.files), names or [file.name for file in layout.files], layout))
     _, names, layout = min(lacking, key=lambda one: one[0])
@@ -117,11 +137,20 @@ def check(path: Path, file: File, origin: str) -> None:
     if not path.is_file():
         return
     if file.size is not None and path.stat().st_size != file.size:
-        raise ValueError(
+        raise Damaged(
             f"{path} is damaged: it has {path.stat().st_size:,} bytes, not {file.size:,}; get it anew from {origin}."
         )
     if file.md5 is not None and (found := md5(path)) != file.md5:
-        raise ValueError(f"{path} is damaged: its md5 is {found}, not {file.md5}; get it anew from {origin}.")
+        raise Damaged(f"{path} is damaged: its md5 is {found}, not {file.md5}; get it anew from {origin}.")
+
+
+def sound(path: Path, file: File) -> bool:
+    """Whether a file is there and, as far as that is known, the published one."""
+    try:
+        check(path, file, "")
+    except Damaged:
+        return False
+    return path.exists()
 
 
 def md5(path: Path) -> str:

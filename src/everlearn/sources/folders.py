@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everlearn.sources.data import Data, hold_back
+from everlearn.sources.data import Data, hold_back, renumbered
 from everlearn.sources.extras import needs
 
 ENDINGS = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff"}
@@ -46,8 +46,7 @@ def raw_folder(root: str | Path, *, size: int, grey: bool = False, test: float =
     x_test, y_test, own = read_folder(other, size=size, grey=grey)
     if unknown := sorted(set(own) - set(names)):
         raise ValueError(f"{other} has classes that {folder / 'train'} has not: {', '.join(unknown)}.")
-    place = torch.tensor([names.index(name) for name in own])
-    return Data((x, y), (x_test, place[y_test]), names=names)
+    return Data((x, y), (x_test, renumbered(y_test, own, names)), names=names)
 
 
 def read_folder(

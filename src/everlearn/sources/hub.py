@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from everlearn.sources.arrays import as_inputs
-from everlearn.sources.data import Data, hold_back, numbered
+from everlearn.sources.data import Data, hold_back, numbered, renumbered
 
 
 def hugging_face(dataset: Any, *, x: str, y: str, test: float = 0.2) -> Data:
@@ -34,9 +34,9 @@ def hugging_face(dataset: Any, *, x: str, y: str, test: float = 0.2) -> Data:
             "of its parts alone, and a share of it is held back."
         )
     (train, names), (held, others) = _labels(dataset["train"], y), _labels(dataset[own], y)
-    if names != others:
+    if bool(names) != bool(others) or not set(others) <= set(names):
         raise ValueError(f"The parts train and {own} have different classes: {names}, {others}.")
-    pairs = (_inputs(dataset["train"], x), train), (_inputs(dataset[own], x), held)
+    pairs = (_inputs(dataset["train"], x), train), (_inputs(dataset[own], x), renumbered(held, others, names))
     return Data(*pairs, names=names).copy()
 
 

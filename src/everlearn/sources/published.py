@@ -12,7 +12,18 @@ from everlearn.sources.cifar import CIFAR10, CIFAR100
 from everlearn.sources.clinc150 import CLINC150
 from everlearn.sources.data import Data
 from everlearn.sources.download import fetch
-from everlearn.sources.files import File, Layout, Published, check, data_root, locate, missing
+from everlearn.sources.files import (
+    Damaged,
+    File,
+    Layout,
+    Published,
+    candidates,
+    check,
+    data_root,
+    locate,
+    missing,
+    sound,
+)
 from everlearn.sources.flowers import FLOWERS
 from everlearn.sources.gas_drift import GAS_DRIFT
 from everlearn.sources.mnist import FASHION_MNIST, MNIST, NOTMNIST
@@ -39,13 +50,14 @@ SOURCES: dict[str, Published] = {
 def load(name: str, root: str | Path | None = None, *, download: bool = False, size: int = 64) -> Data:
     """A published data set as ((x, y), (x_test, y_test)): images in [0, 1] with channels first, labels from 0.
 
-    What has no published test set (notmnist, chars74k, omniglot, gas_drift) gives every fifth example of each class.
+    What has no published test set (notmnist, chars74k, omniglot, gas_drift) gives every fifth example of each class;
+    identical images count as one.
 
     Args:
         name: one of ``SOURCES``.
         root: the folder of the files, or one that has a folder of the data set's name; by default the environment
             variable EVERLEARN_DATA.
-        download: get what is missing from the network into ``root``, and unpack it.
+        download: get what is missing or damaged from the network into ``root``, and unpack it.
         size: side of the images of a set whose photographs have many sizes (flowers), in pixels.
 
     >>> load("mnits")
@@ -60,12 +72,19 @@ def raw(name: str, root: str | Path | None = None, *, download: bool = False, si
     data = _look_up(name)
     files = ", ".join(file.name for file in data.layouts[0].files)
     folder = data_root(name, files, data.origin, root)
-    found = locate(data, folder)
-    if found is None and download:
-        _download(data, folder)
-        found = locate(data, folder)
+    try:
+        return _open(data, folder, size)
+    except (FileNotFoundError, Damaged):
+        if not download:
+            raise
+    _download(data, folder)
+    return _open(data, folder, size)
+
+
+def _open(data: Published, root: Path, size: int) -> Data:
+    found = locate(data, root)
     if found is None:
-        raise missing(data, folder)
+        raise missing(data, root)
     layout, place = found
     there = [(file, place / file.name) for file in layout.files if (place / file.name).exists()]
     state = tuple((file, path, path.stat().st_mtime_ns, path.stat().st_size) for file, path in there)
@@ -81,17 +100,21 @@ def _read(layout: Layout, folder: Path, state: tuple[tuple[File, Path, int, int]
 
 
 def _download(data: Published, root: Path) -> None:
+    """Get what is not there and sound, beside what is: into the folder that has the most of it, or one of the set's name.
+
+    Only sound files count for that: those of another set may have the same names, and must not be written over.
+    """
     layout = next((layout for layout in data.layouts if layout.downloads), None)
     if layout is None:
-        raise missing(data, root)
-    into = root / data.name
-    for file in layout.downloads:
-        path = root / file.name if (root / file.name).is_file() else into / file.name
+        return
+    files = layout.downloads
+    places = candidates(data, layout, root)
+    into = max(places, key=lambda place: sum(sound(place / (file.unpacks or file.name), file) for file in files))
+    for file in files:
         if file.unpacks and (into / file.unpacks).exists():
             continue
-        if path.exists():
-            check(path, file, data.origin)
-        else:
+        path = next((p / file.name for p in (into, root) if sound(p / file.name, file)), into / file.name)
+        if not sound(path, file):
             fetch(file, path)
         if file.unpacks:
             into.mkdir(exist_ok=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from everlearn.sources.data import Data, hold_back, numbered
+from everlearn.sources.data import Data, hold_back, in_float32, numbered
 from everlearn.sources.extras import needs
 
 Columns = dict[str, np.ndarray]
@@ -42,6 +42,8 @@ def table(path: str | Path, *, target: str, features: Sequence[str] | None = Non
     if not own or not len(columns[target]):
         raise ValueError(f"{path} has nothing to learn from: {len(own)} columns, {len(columns[target])} rows.")
     x = np.stack([_numbers(path, name, columns[name]) for name in own], axis=1)
+    if columns[target].dtype.kind == "f":
+        _numbers(path, target, columns[target])
     y, names = numbered(columns[target])
     return hold_back(torch.from_numpy(x), y, test, names=names)
 
@@ -71,7 +73,7 @@ def _typed(words: np.ndarray) -> np.ndarray:
     for kind in (np.int64, np.float64):
         try:
             return words.astype(kind)
-        except ValueError:
+        except (ValueError, OverflowError):  # no number, or one of more digits than fit
             continue
     return words
 
@@ -95,6 +97,7 @@ def _numbers(path: Path, name: str, column: np.ndarray) -> np.ndarray:
             f"{path}: the column {name!r} is not made of numbers ({str(column[0])!r} is one of its cells); number it, or leave "
             "it out by naming the others in features=[…]."
         )
-    if not np.isfinite(column).all():
+    numbers = in_float32(column)
+    if not np.isfinite(numbers).all():
         raise ValueError(f"{path}: the column {name!r} has cells that are not finite; fill them or leave the rows out.")
-    return column.astype(np.float32)
+    return numbers

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from pathlib import Path
 
 from everlearn.sources import Data
+from everlearn.sources.files import begun, given_root
 from everlearn.sources.folders import raw_folder
-from everlearn.sources.published import raw
+from everlearn.sources.published import SOURCES, raw
 from everlearn.stream import Scenario, Stream
 from everlearn.streams.parts import Fitted
 from everlearn.streams.sets import a_task_per_set, first_of, name_of, present
@@ -47,14 +47,10 @@ def mas_sequence(
 
 
 def _read(name: str, root: str | Path | None, size: int) -> Data:
-    """A set as it was published, or else from a folder of images."""
-    given = root if root is not None else os.environ.get("EVERLEARN_DATA")
-    if name in PUBLISHED:
-        try:
-            return raw(PUBLISHED[name], root, size=size)
-        except FileNotFoundError:
-            if given is None or not Path(given, name).is_dir():
-                raise
+    """A set as it was published; from a folder of images if nothing of what was published is there."""
+    given, known = given_root(root), PUBLISHED.get(name)
+    if known and (given is None or begun(SOURCES[known], given) or not (given / name).is_dir()):
+        return raw(known, root, size=size)
     if given is None:
         raise FileNotFoundError(f"Where is {name}? Give root=… or EVERLEARN_DATA.")
-    return raw_folder(Path(given, name), size=size)
+    return raw_folder(given / name, size=size)

@@ -56,7 +56,8 @@ def present(loaders: Mapping[str, Callable[[], Data]], name: str) -> dict[str, D
             f"{name} needs two of its sets or more, and has {', '.join(found) or 'none'}. " + " ".join(lacking.values())
         )
     if lacking:
-        warnings.warn(f"{name} is made without {', '.join(lacking)}, which are not here.", stacklevel=3)
+        reasons = " ".join(lacking.values())
+        warnings.warn(f"{name} is made without {', '.join(lacking)}, which are not here. {reasons}", stacklevel=3)
     return found
 
 
