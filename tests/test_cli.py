@@ -166,7 +166,10 @@ def test_list_and_show(capsys):
         assert ("L = " in text or "g̃ = " in text) and text.startswith(f"{name} (")
     assert start(["show", "joint"]) == 0 and "All tasks learned at once" in capsys.readouterr().out
     start(["show", "l2"])
-    assert "strength: float, 0 or more = 0.1\n      of the pull; 0 is fine-tuning." in capsys.readouterr().out
+    assert (
+        "strength: float, 0 or more, searched from 0.0001 to 1000 = 0.1\n      of the pull; 0 is fine-tuning."
+        in capsys.readouterr().out
+    )
 
 
 def test_layers_may_be_equally_wide(tmp_path):

@@ -116,7 +116,7 @@ def test_both_numbers_stand_side_by_side(tiny, tmp_path, capsys):
     lines = {line.split()[0]: line for line in text.splitlines() if "/" in line}
     assert lines["None/class"].endswith("miss") and lines["Anchor/task"].endswith("above")
     assert "1 above" in text and "0 not run; 3 with fewer than 3 seeds." in text
-    found = results.load(tmp_path / "runs" / "T0")
+    found = results.load(tmp_path / "runs")
     assert len(found) == 6
     kept = json.loads((tmp_path / "results" / "T0.json").read_text())
     mine = [
@@ -129,9 +129,9 @@ def test_both_numbers_stand_side_by_side(tiny, tmp_path, capsys):
         and "- **None/class**: nobody reaches it" in page
         and "6 runs, by commit" in page
     )
-    times = {p: p.stat().st_mtime_ns for p in results.files(tmp_path / "runs" / "T0")}
+    times = {p: p.stat().st_mtime_ns for p in results.files(tmp_path / "runs")}
     assert start(words) == 0
-    assert times == {p: p.stat().st_mtime_ns for p in results.files(tmp_path / "runs" / "T0")}  # nothing done again
+    assert times == {p: p.stat().st_mtime_ns for p in results.files(tmp_path / "runs")}  # nothing done again
 
 
 def test_what_another_protocol_gave_is_dropped_and_what_others_gave_is_kept(tiny, tmp_path, capsys):
@@ -176,7 +176,7 @@ def test_the_page_leaves_out_what_another_protocol_gave(tiny, tmp_path, capsys):
 def test_forced_runs_are_done_again(tiny, tmp_path, capsys):
     words = ["reproduce", "T0", "--cells", "none/task", "--seeds", "1", "--out", str(tmp_path)]
     start(words)
-    (path,) = results.files(tmp_path / "T0")
+    (path,) = results.files(tmp_path)
     before = path.stat().st_mtime_ns
     start([*words, "--force"])
     assert path.stat().st_mtime_ns > before

@@ -31,7 +31,7 @@ def test_every_configuration_has_its_own_file(tmp_path):
 def test_a_run_that_is_there_is_read_not_done(tmp_path, small_net, small_stream, monkeypatch):
     first = run(small_net, Method(), small_stream(), out=tmp_path)
     assert len(results.load(tmp_path)) == 1
-    monkeypatch.setattr("everlearn.trainer.running._learn", lambda *a: pytest.fail("trained again"))
+    monkeypatch.setattr("everlearn.trainer.running.Course", lambda *a: pytest.fail("trained again"))
     again = run(small_net, Method(), small_stream(), out=tmp_path)
     assert again.made == first.made and (again.accuracy == first.accuracy).all()
 
@@ -134,8 +134,8 @@ def test_what_cannot_be_told_apart_is_done_again(tmp_path, monkeypatch):
         yield X, Y
 
     trained = []
-    learn = everlearn.trainer.running._learn
-    monkeypatch.setattr("everlearn.trainer.running._learn", lambda *a: trained.append(1) or learn(*a))
+    course = everlearn.trainer.running.Course
+    monkeypatch.setattr("everlearn.trainer.running.Course", lambda *a: trained.append(1) or course(*a))
     for _ in range(2):
         stream = streams.from_tasks([(once(), (X, Y))], scenario="domain", outputs=2)
         result = run(lambda: nets.mlp(4, 2), Method(), stream, out=tmp_path)

@@ -3,31 +3,15 @@
 from __future__ import annotations
 
 import copy
-import types
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
-from math import isfinite
-from numbers import Integral, Real
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
 from torch import Tensor, nn
 
 from everlearn.batch import Batch
+from everlearn.fields import check_field
 from everlearn.params import evaluating
-
-
-@dataclass(frozen=True)
-class Range:
-    """What a numeric field may be, both ends included; written beside the field: ``Annotated[float, Range(0, 1)]``."""
-
-    low: float
-    high: float = float("inf")
-
-    def __str__(self) -> str:
-        return f"{self.low:g} or more" if self.high == float("inf") else f"{self.low:g} to {self.high:g}"
-
-
-NonNegative = Annotated[float, Range(0)]
 
 
 @dataclass(eq=False)
@@ -313,38 +297,3 @@ def label(method: Method) -> str:
 def _hints(method: Method) -> Iterator[tuple[str, Any]]:
     hints = get_type_hints(type(method), include_extras=True)
     return ((f.name, hints[f.name]) for f in fields(method))
-
-
-def check_field(name: str, value: object, hint: Any) -> None:
-    """Refuse a hyper-parameter of the wrong kind, saying what is allowed.
-
-    >>> check_field("EWC.mode", "onlin", Literal["online", "separate"])
-    Traceback (most recent call last):
-    ValueError: EWC.mode: got 'onlin', allowed: 'online', 'separate'.
-    """
-    if get_origin(hint) is Annotated:
-        hint, *extras = get_args(hint)
-        check_field(name, value, hint)
-        for extra in extras:
-            if isinstance(extra, Range) and not (extra.low <= float(value) <= extra.high and isfinite(float(value))):  # type: ignore[arg-type]
-                raise ValueError(f"{name}: got {value!r}, allowed: {extra}.")
-        return
-    options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    if bounded := [o for o in options if get_origin(o) is Annotated]:
-        plain: Any = Union.__getitem__(tuple(get_args(o)[0] if o in bounded else o for o in options))
-        check_field(name, value, plain)
-        if isinstance(value, Real):
-            check_field(name, value, bounded[0])
-        return
-    literals = [v for o in options if get_origin(o) is Literal for v in get_args(o)]
-    if value in literals:
-        return
-    kinds = [get_origin(o) or o for o in options if get_origin(o) is not Literal]
-    if not all(isinstance(k, type) for k in kinds):
-        return  # a kind that isinstance cannot judge, such as Any
-    if not isinstance(value, bool) or bool in kinds:  # True is an int to Python, not to people
-        wider = [Real] * (float in kinds) + [Integral] * (int in kinds)  # numpy's numbers are numbers
-        if isinstance(value, (*kinds, *wider)):
-            return
-    wanted = ", ".join([*map(repr, literals), *("None" if k is types.NoneType else k.__name__ for k in kinds)])
-    raise (ValueError if literals else TypeError)(f"{name}: got {value!r}, allowed: {wanted}.")

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from everlearn.batch import Batch, Transform
+from everlearn.fields import Range
 from everlearn.memory import Memory
-from everlearn.method import Method, Range
+from everlearn.method import Method
 from everlearn.params import wide
 from everlearn.seeds import derive, seeded
 

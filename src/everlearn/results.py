@@ -152,9 +152,17 @@ def amount(score: float, name: str) -> str:
 def file_name(config: dict[str, Any]) -> str:
     """A readable name that is different for every configuration."""
     digest = hashlib.blake2b(json.dumps(config, sort_keys=True, default=str).encode(), digest_size=5).hexdigest()
-    words = [config.get("stream", {}).get("name", "stream"), config.get("scenario", ""), config["method"]]
-    readable = "-".join(re.sub(r"[^A-Za-z0-9.]+", "-", str(word)).strip("-").lower()[:40] for word in words)
-    return f"{readable}-seed{config.get('seed', 0)}-{digest}.json"
+    name = readable(config.get("stream", {}).get("name", "stream"), config.get("scenario", ""), config["method"])
+    return f"{name}-seed{config.get('seed', 0)}-{digest}.json"
+
+
+def readable(*words: Any) -> str:
+    """Words as a part of a file's name.
+
+    >>> readable("digits", "class", "EWC(strength=10.0)")
+    'digits-class-ewc-strength-10.0'
+    """
+    return "-".join(re.sub(r"[^A-Za-z0-9.]+", "-", str(word)).strip("-").lower()[:40] for word in words)
 
 
 def provenance() -> dict[str, Any]:

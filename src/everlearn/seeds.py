@@ -7,6 +7,7 @@ import operator
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,18 +35,31 @@ def reseed(seed: int) -> None:
     random.seed(seed)
 
 
+def states(device: torch.device | None = None) -> tuple[Any, ...]:
+    """The global random states as they are: torch on the CPU and the device, numpy, random."""
+    cuda = device if device is not None and device.type == "cuda" else None
+    own = None if cuda is None else (cuda, torch.cuda.get_rng_state(cuda))
+    return torch.get_rng_state(), np.random.get_state(), random.getstate(), own
+
+
+def restore(before: tuple[Any, ...]) -> None:
+    """Put random states back."""
+    torch.set_rng_state(before[0])
+    np.random.set_state(before[1])
+    random.setstate(before[2])
+    if before[3] is not None:
+        torch.cuda.set_rng_state(before[3][1], before[3][0])
+
+
 @contextmanager
 def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
     """Run code on random states of its own (torch on the CPU and the device, numpy, random) and put the old ones back."""
-    before = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    cuda = [device] if device is not None and device.type == "cuda" else []
+    before = states(device)
     reseed(seed)
+    if before[3] is not None:
+        with torch.cuda.device(before[3][0]):
+            torch.cuda.manual_seed(seed)
     try:
-        with torch.random.fork_rng(devices=cuda, enabled=bool(cuda)):
-            if cuda:
-                torch.cuda.manual_seed(seed)
-            yield
+        yield
     finally:
-        torch.set_rng_state(before[0])
-        np.random.set_state(before[1])
-        random.setstate(before[2])
+        restore(before)

@@ -233,6 +233,22 @@ class Stream:
         task = replace(last, train=everything, test=None, valid=None, id=0, name="all tasks", steps=None)
         return replace(self, tasks=[task], exams=self.exams, settings={**self.settings, "joint": True})
 
+    def first(self, tasks: int) -> Stream:
+        """The first tasks alone, to choose hyper-parameters on before the others are known.
+
+        >>> from everlearn import streams
+        >>> len(streams.digits(scenario="class").first(2))
+        2
+        """
+        if not 1 <= tasks <= len(self.exams):
+            raise ValueError(
+                f"{self.name} has {len(self.exams)} tasks: take 1 to {len(self.exams)} of them, got {tasks}."
+            )
+        exams = self.exams[:tasks]
+        ids = {exam.id for exam in exams}
+        kept = exams if self.exams is self.tasks else [task for task in self.tasks if task.id in ids]
+        return replace(self, tasks=kept, exams=exams, settings={**self.settings, "first": tasks})
+
     def foreseen(self) -> Stream:
         """The same, with every class allowed from the first task on that is allowed at the end.
 

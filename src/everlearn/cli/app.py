@@ -12,6 +12,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
+import torch
 from cyclopts import App, CycloptsError, Parameter
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tqdm.auto import tqdm
@@ -22,6 +23,7 @@ from everlearn.cli.reproduce import Reproduction
 from everlearn.cli.reproduce import reproduce as reproduction
 from everlearn.cli.tables import names as table_names
 from everlearn.cli.tables import read as read_table
+from everlearn.cli.tune import Tuning, tuned
 from everlearn.cli.workers import outcomes
 from everlearn.method import Method
 from everlearn.methods import METHODS
@@ -127,6 +129,32 @@ def reproduce(table: str, *, options: Annotated[Reproduction, Parameter(name="*"
         options: Which cells, how often, and where results go.
     """
     return reproduction(table, options)
+
+
+@app.command
+def tune(
+    config: Path | None = None,
+    *,
+    plan: Annotated[Plan, Parameter(name="*")] = Plan(),  # noqa: B008
+    tuning: Annotated[Tuning, Parameter(name="*")] = Tuning(),  # noqa: B008
+) -> int:
+    """Find a method's strength, or other fields, on validation data held back from training.
+
+    For example: everlearn tune --methods ewc,si --stream split-mnist --scenario domain --iterations 500 --trials 16
+
+    Half of the trials are spread over the range, the others close in on the best; several fields are left to Optuna. The first task is trained once for all trials
+    where the field acts only later, as a penalty's strength does. The same command goes on where it was stopped.
+
+    Args:
+        config: A YAML file with the options of 'everlearn run' as keys; options given on the command line win.
+        plan: The stream, the methods, and how each is trained.
+        tuning: What to look for.
+    """
+    plan = read(config, plan) if config is not None else plan
+    if plan.threads is not None:
+        torch.set_num_threads(plan.threads)
+    tuned(plan, tuning)
+    return 0
 
 
 @app.command

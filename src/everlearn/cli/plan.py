@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,13 +13,14 @@ from typing import Any, Literal
 import torch
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from torch import nn
 
 from everlearn.cli.live import listeners
 from everlearn.cli.names import UsageError, did_you_mean, explain, look_up, make_method, parse_settings, words
 from everlearn.method import Method, label
 from everlearn.nets import NETS
 from everlearn.results import Result
-from everlearn.stream import SCENARIOS, Scenario
+from everlearn.stream import SCENARIOS, Scenario, Stream
 from everlearn.streams import STREAMS
 from everlearn.trainer import run
 
@@ -72,6 +73,15 @@ class Plan(BaseModel):
     def widths(self) -> list[int]:
         """Of the hidden layers."""
         return [int(w) for w in self.hidden.split(",")]
+
+    @property
+    def net_maker(self) -> Callable[..., nn.Module]:
+        """What makes the model."""
+        return partial(NETS["mlp"], hidden=self.widths, init=self.init) if self.net == "mlp" else NETS[self.net]
+
+    def passes(self, stream: Stream) -> int:
+        """Over each task's data."""
+        return self.epochs or (1 if stream.once else 10)
 
     @field_validator("stream", "scenario", "methods", "hidden", mode="before")
     @classmethod
@@ -147,22 +157,23 @@ class Cell:
 
     def run(self, force: bool) -> Result:
         """Do it, or read it where it is done already."""
-        p = self.plan
-        make = STREAMS[self.stream]
-        given: dict[str, Any] = {} if p.tasks is None else {"tasks": p.tasks}
-        if "root" in inspect.signature(make).parameters:
-            given["root"] = p.data
-        stream = make(scenario=self.scenario, seed=self.seed, valid=p.valid, **given)
-        stream = stream.foreseen() if p.foreseen else stream
+        p, stream = self.plan, self.made()
         return run(
-            partial(NETS["mlp"], hidden=p.widths, init=p.init) if p.net == "mlp" else NETS[p.net],
-            self.method,
-            stream.joint() if self.joint else stream,
-            optimizer=optimizer(p), epochs=p.epochs or (1 if stream.once else 10), iterations=p.iterations, batch_size=p.batch_size, seed=self.seed,
+            p.net_maker, self.method, stream.joint() if self.joint else stream,
+            optimizer=optimizer(p), epochs=p.passes(stream), iterations=p.iterations, batch_size=p.batch_size, seed=self.seed,
             clip=p.clip, accumulate=p.accumulate, precision=p.precision, keep_optimizer=p.keep_optimizer,
             split="valid" if p.valid else "test", device=p.device, out=p.out, force=force,
             trackers=listeners(p.track), progress=False if p.workers > 1 else None,
         )  # fmt: skip
+
+    def made(self) -> Stream:
+        """The stream."""
+        p, make = self.plan, STREAMS[self.stream]
+        given: dict[str, Any] = {} if p.tasks is None else {"tasks": p.tasks}
+        if "root" in inspect.signature(make).parameters:
+            given["root"] = p.data
+        stream: Stream = make(scenario=self.scenario, seed=self.seed, valid=p.valid, **given)
+        return stream.foreseen() if p.foreseen else stream
 
 
 def cells(plan: Plan) -> Iterator[Cell]:

@@ -70,7 +70,7 @@ def reproduce(table: str, options: Reproduction) -> int:
 
 def _runs(wanted: Sequence[Cell], o: Reproduction) -> tuple[list[tuple[Cell, Runs]], bool]:
     """What every seed of every cell gave; a run that fails is told and does not stop the others."""
-    plan = [c.plan(1 if o.quick else o.seeds, data=o.data, workers=o.workers, out=o.out / c.table) for c in wanted]
+    plan = [c.plan(1 if o.quick else o.seeds, data=o.data, workers=o.workers, out=o.out) for c in wanted]
     todo = [(i, cell) for i, p in enumerate(plan) for cell in plans.cells(p)]
     todo.sort(key=lambda one: one[1].seed)  # a first seed of all cells is worth more than all seeds of the first
     found: list[tuple[Cell, Runs]] = [(c, {}) for c in wanted]

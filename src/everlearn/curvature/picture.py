@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from everlearn.extras import needs
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -20,17 +22,15 @@ def histogram(importance: Any, bins: int = 60) -> Figure:
         importance: a quadratic form (``Diagonal``, ``Kronecker``, ``Full``).
         bins: of the histogram.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ImportError("Pictures need matplotlib: install it with pip install 'everlearn[plot]'.") from None
     values = {n: v.detach().flatten().double().cpu() for n, v in importance.diagonal().items()}
     seen = [v[v > 0] for v in values.values() if (v > 0).any()]
     if not seen:
         raise ValueError("All importances are zero: there is nothing to show.")
     low, high = min(float(v.min()) for v in seen), max(float(v.max()) for v in seen)
     edges = torch.logspace(torch.tensor(low).log10().item(), torch.tensor(high).log10().item() + 1e-6, bins + 1)
-    figure = Figure(figsize=(7, 0.6 + 0.55 * len(values)), layout="constrained")
+    figure: Figure = needs("matplotlib.figure", "plot", "A picture").Figure(
+        figsize=(7, 0.6 + 0.55 * len(values)), layout="constrained"
+    )
     axes = figure.subplots(len(values), 1, sharex=True, squeeze=False)[:, 0]
     for axis, (name, v) in zip(axes, values.items(), strict=True):
         axis.hist(v[v > 0].numpy(), bins=edges.tolist(), color="#3b6ea5")

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from everlearn.integrations.missing import needed
+from everlearn.extras import needs
 from everlearn.results import Result, file_name
 
 
@@ -19,7 +19,7 @@ class MLflow:
     """
 
     def __init__(self, experiment: str = "everlearn", uri: str | None = None) -> None:
-        self._mlflow = needed("mlflow", "mlflow")
+        self._mlflow = needs("mlflow", "mlflow", "The MLflow tracker")
         if uri is not None:
             self._mlflow.set_tracking_uri(uri)
         self._mlflow.set_experiment(experiment)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from everlearn.integrations.missing import needed
+from everlearn.extras import needs
 from everlearn.results import Result, file_name
 
 
@@ -18,7 +18,7 @@ class TensorBoard:
     """
 
     def __init__(self, folder: str | Path = "runs/tensorboard") -> None:
-        needed("tensorboard", "tensorboard")
+        needs("tensorboard", "tensorboard", "The TensorBoard tracker")
         from torch.utils.tensorboard import SummaryWriter
 
         self.folder, self._open = Path(folder), SummaryWriter

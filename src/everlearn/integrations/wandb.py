@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from everlearn.integrations.missing import needed
+from everlearn.extras import needs
 from everlearn.results import Result, file_name
 
 
@@ -18,7 +18,7 @@ class WandB:
     """
 
     def __init__(self, project: str = "everlearn", mode: str | None = None) -> None:
-        self._wandb, self.project, self.mode = needed("wandb", "wandb"), project, mode
+        self._wandb, self.project, self.mode = needs("wandb", "wandb", "The Weights & Biases tracker"), project, mode
         self._run: Any = None
 
     def start(self, config: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor, nn
 
-from everlearn.method import Range
+from everlearn.fields import Range
 from everlearn.params import wide
 from everlearn.replay import Replay, gradient_on
 

@@ -13,10 +13,10 @@ from everlearn.batch import Batch
 from everlearn.beside import Beside, learning, moved
 from everlearn.columns import plain
 from everlearn.expanding import START, Expanding
+from everlearn.fields import NonNegative, Range
 from everlearn.growth import check_precision, length, reached, shrink
 from everlearn.isolation import kept
 from everlearn.merging import merge
-from everlearn.method import NonNegative, Range
 from everlearn.params import Params, named_with_frozen, unwrap
 from everlearn.seeds import derive
 from everlearn.splitting import Twins, key, outside

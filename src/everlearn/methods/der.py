@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
 
 from everlearn.batch import Batch
-from everlearn.method import NonNegative
+from everlearn.fields import NonNegative, Search
 from everlearn.params import wide
 from everlearn.replay import Replay, Rows, loss_on
 
@@ -37,7 +38,7 @@ class DER(Replay):
         alpha: weight of the remembered outputs.
     """
 
-    alpha: NonNegative = 0.5
+    alpha: Annotated[NonNegative, Search(0.05, 5)] = 0.5
 
     def columns(self, batch: Batch, out: Tensor) -> Rows:
         """The outputs too."""
@@ -66,8 +67,8 @@ class DERpp(Replay):
         beta: weight of the remembered labels.
     """
 
-    alpha: NonNegative = 0.5
-    beta: NonNegative = 0.5
+    alpha: Annotated[NonNegative, Search(0.05, 5)] = 0.5
+    beta: Annotated[NonNegative, Search(0.05, 5)] = 0.5
 
     def columns(self, batch: Batch, out: Tensor) -> Rows:
         """The outputs too."""

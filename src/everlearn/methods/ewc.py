@@ -11,7 +11,7 @@ from everlearn.curvature.diagonal import Diagonal
 from everlearn.curvature.fisher import Labels, Structure, fisher
 from everlearn.curvature.kronecker import Kronecker
 from everlearn.curvature.quadratic import Form, Quadratic, total
-from everlearn.method import NonNegative, Range
+from everlearn.fields import NonNegative, Range, Search
 from everlearn.params import Params
 from everlearn.penalty import QuadraticPenalty
 
@@ -48,11 +48,11 @@ class EWC(QuadraticPenalty):
         pairs: Kronecker products kept per layer.
     """
 
-    strength: NonNegative | tuple[float, ...] = 100.0
+    strength: Annotated[NonNegative | tuple[float, ...], Search(1, 1e10, late=True)] = 100.0
     mode: Literal["separate", "online"] = "separate"
     labels: Labels = "exact"
     structure: Structure = "diagonal"
-    decay: Annotated[float, Range(0, 1)] = 1.0
+    decay: Annotated[float, Range(0, 1), Search(0.5, 1, log=False, late=True)] = 1.0
     average: bool = False
     prior: NonNegative = 0.0
     cap: NonNegative | None = None

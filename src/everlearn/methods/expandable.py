@@ -15,10 +15,10 @@ from everlearn.balance import fitted, scaled, viewed
 from everlearn.batch import Batch, Transform
 from everlearn.columns import follow, plain, take_off
 from everlearn.extractors import Extractors, check_separate, wider
+from everlearn.fields import NonNegative, Range
 from everlearn.heads import output_layer
 from everlearn.isolation import filled
 from everlearn.likelihood import Categorical
-from everlearn.method import NonNegative, Range
 from everlearn.params import Params, check_finite, unwrap, wide
 from everlearn.replay import Replay, Rows
 from everlearn.seeds import derive, seeded

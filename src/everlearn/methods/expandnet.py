@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from everlearn.batch import Batch
 from everlearn.expanding import Expanding
+from everlearn.fields import NonNegative, Range
 from everlearn.growth import check_precision
-from everlearn.method import NonNegative, Range
 from everlearn.seeds import derive
 from everlearn.stream import as_task
 

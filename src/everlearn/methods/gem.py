@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor, nn
 
-from everlearn.method import NonNegative
+from everlearn.fields import NonNegative, Search
 from everlearn.params import wide
 from everlearn.replay import Replay, gradient_on
 
@@ -31,7 +31,7 @@ class GEM(Replay):
         ridge: keeps the small quadratic programme well posed.
     """
 
-    margin: NonNegative = 0.5
+    margin: Annotated[NonNegative, Search(0, 1, log=False, late=True)] = 0.5
     ridge: NonNegative = 1e-3
     policy: Literal["reservoir", "balanced", "ring"] = field(default="ring", kw_only=True)
 

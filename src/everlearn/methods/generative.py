@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from everlearn.batch import Batch
+from everlearn.fields import Range
 from everlearn.likelihood import Categorical
-from everlearn.method import Method, Range
+from everlearn.method import Method
 from everlearn.nets.vae import VAE
 from everlearn.seeds import derive, generator, seeded
 from everlearn.stream import as_task
@@ -83,13 +84,17 @@ class GenerativeReplay(Method):
             raise ValueError(
                 "The generator has begun with inputs in [0, 1], these are not: scale all tasks' inputs alike."
             )
-        lesson = self._generator.loss(batch.x, self._noise(len(batch), batch.x))
+        noise = self._noise(len(batch), batch.x)
         if not self.teacher:
-            return lesson
+            return self._generator.loss(batch.x, noise)
         share, past = self._share(), self._before(model)
         x = past.sample(self._noise(self.size or len(batch), batch.x))
-        lesson = share * lesson + (1 - share) * self._generator.loss(x, self._noise(len(x), x))
-        return lesson + (1 - share) * self._replayed(model, batch, x)
+        both, noise = (
+            torch.cat([batch.x, x]),
+            torch.cat([noise, self._noise(len(x), x)]),
+        )  # one pass costs less than two
+        weights = [x.new_full((len(batch),), share / len(batch)), x.new_full((len(x),), (1 - share) / len(x))]
+        return self._generator.loss(both, noise, torch.cat(weights)) + (1 - share) * self._replayed(model, batch, x)
 
     def end_task(self, model: nn.Module, task: Any) -> None:
         """Remember the model and its generator as they are."""

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from everlearn.batch import Batch
 from everlearn.data import Batches
+from everlearn.fields import NonNegative, Range, Search
 from everlearn.growth import cut
 from everlearn.isolation import Isolation, call, filled, kept, remembered_state
 from everlearn.locks import Locks, seen_by_compiler, take_off
-from everlearn.method import NonNegative, Range
 from everlearn.params import Params, check_finite, named_with_frozen, unwrap, wide
 from everlearn.seeds import generator
 from everlearn.stream import Task, as_task
@@ -45,8 +45,8 @@ class HAT(Isolation):
         output: name of the output layer; by default the last ``nn.Linear``.
     """
 
-    strength: NonNegative = 0.75
-    smax: Annotated[float, Range(1)] = 400.0
+    strength: Annotated[NonNegative, Search(0.05, 5)] = 0.75
+    smax: Annotated[float, Range(1), Search(50, 800)] = 400.0
     anneal: Literal["epoch", "task"] = "epoch"
     soft: bool = False
     rest: Literal["own", "frozen"] = "own"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import nn
 
 from everlearn.curvature.diagonal import Diagonal
-from everlearn.method import NonNegative
+from everlearn.fields import NonNegative, Search
 from everlearn.params import named
 from everlearn.penalty import QuadraticPenalty
 
@@ -27,7 +27,7 @@ class L2(QuadraticPenalty):
         strength: of the pull; 0 is fine-tuning.
     """
 
-    strength: NonNegative = 0.1
+    strength: Annotated[NonNegative, Search(1e-4, 1e3, late=True)] = 0.1
 
     def end_task(self, model: nn.Module, task: Any) -> None:
         """The anchor moves to where this task ended."""

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from everlearn.batch import Batch
 from everlearn.curvature.divergence import output_kl
+from everlearn.fields import NonNegative, Range, Search
 from everlearn.heads import output_layer
 from everlearn.likelihood import Categorical, Likelihood
-from everlearn.method import Method, NonNegative, Range
+from everlearn.method import Method
 from everlearn.params import unwrap
 from everlearn.teacher import answer, check_known, questions, remember, softened_kl, with_task
 
@@ -40,8 +41,8 @@ class LwF(Method):
         output: name of the output layer, for the warm-up; by default the last ``nn.Linear``.
     """
 
-    strength: NonNegative = 1.0
-    temperature: Annotated[float, Range(1e-3)] = 2.0
+    strength: Annotated[NonNegative, Search(1e-2, 100, late=True)] = 1.0
+    temperature: Annotated[float, Range(1e-3), Search(0.5, 10, late=True)] = 2.0
     refuse_new: bool = False
     warmup: Annotated[int, Range(0)] = 0
     output: str | None = None

@@ -9,7 +9,7 @@ from torch import nn
 
 from everlearn.curvature.quadratic import Form
 from everlearn.curvature.sensitivity import Norm, sensitivity
-from everlearn.method import NonNegative, Range
+from everlearn.fields import NonNegative, Range, Search
 from everlearn.params import Params
 from everlearn.penalty import QuadraticPenalty
 
@@ -35,9 +35,9 @@ class MAS(QuadraticPenalty):
         decay: of earlier importances; 1 sums them, 0 keeps the last task's alone.
     """
 
-    strength: NonNegative = 0.1
+    strength: Annotated[NonNegative, Search(1e-3, 1e4, late=True)] = 0.1
     norm: Norm = "squared"
-    decay: Annotated[float, Range(0, 1)] = 1.0
+    decay: Annotated[float, Range(0, 1), Search(0.5, 1, log=False, late=True)] = 1.0
 
     def end_task(self, model: nn.Module, task: Any) -> None:
         """Take the sensitivity on the task's inputs, or on any others."""

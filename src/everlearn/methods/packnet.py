@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from everlearn.fields import Range, Search
 from everlearn.isolation import Isolation, call, filled, kept, remembered_state
 from everlearn.locks import Locks
-from everlearn.method import Range
 from everlearn.params import Params, check_finite, named_with_frozen, unwrap
 
 Share = Annotated[float, Range(0, 0.999)]
@@ -39,7 +39,7 @@ class PackNet(Isolation):
         output: name of the output layer; by default the last ``nn.Linear``.
     """
 
-    prune: Share = 0.75
+    prune: Annotated[Share, Search(0.3, 0.9, log=False)] = 0.75
     first: Share = 0.5
     retrain: Annotated[float, Range(0, 1)] = 1 / 3
     rest: Literal["frozen", "own"] = "frozen"

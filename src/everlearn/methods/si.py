@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from everlearn.batch import Batch
 from everlearn.curvature.diagonal import Diagonal, grown_sum, on
-from everlearn.method import NonNegative, Range
+from everlearn.fields import NonNegative, Range, Search
 from everlearn.params import Params, check_finite, corner, grown, matching, named, named_with_frozen, wide
 from everlearn.penalty import QuadraticPenalty
 
@@ -34,8 +34,8 @@ class SI(QuadraticPenalty):
         consolidate_every: consolidate after so many steps instead of at the end of a task: no boundaries are needed.
     """
 
-    strength: NonNegative = 10.0
-    damping: Annotated[float, Range(1e-12)] = 0.1
+    strength: Annotated[NonNegative, Search(1e-2, 1e5, late=True)] = 10.0
+    damping: Annotated[float, Range(1e-12), Search(1e-4, 1, late=True)] = 0.1
     consolidate_every: Annotated[int, Range(1)] | None = None
 
     def __post_init__(self) -> None:

@@ -37,15 +37,15 @@ class VAE(nn.Module):
             nn.Linear(latent, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, size)
         )
 
-    def loss(self, x: Tensor, noise: Tensor) -> Tensor:
-        """Mean of -ELBO over examples and inputs, z drawn with this standard normal noise."""
+    def loss(self, x: Tensor, noise: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Mean of -ELBO over examples, with weights that sum to 1, and inputs; z is drawn with this standard normal noise."""
         mean, log_variance = self.code(self.encoder(x)).chunk(2, 1)
         out = self.decoder(mean + (log_variance / 2).exp() * noise)
         x = x.flatten(1)
         apart = F.binary_cross_entropy_with_logits(out, x, reduction="none") if self.pixels else (out - x).square() / 2
-        kl = (mean.square() + log_variance.exp() - 1 - log_variance).sum() / 2
-        total: Tensor = apart.sum() + kl
-        return total / x.numel()
+        kl = (mean.square() + log_variance.exp() - 1 - log_variance).sum(1) / 2
+        each: Tensor = (apart.sum(1) + kl) / x.shape[1]
+        return each.mean() if weights is None else each @ weights
 
     @torch.no_grad()
     def sample(self, z: Tensor) -> Tensor:

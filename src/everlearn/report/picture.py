@@ -6,6 +6,7 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
+from everlearn.extras import needs
 from everlearn.report.runs import Run, runs
 from everlearn.results import Result
 
@@ -14,14 +15,12 @@ MARKS = "os^DPvX*"
 
 def png(results: Sequence[Result]) -> bytes:
     """For each stream and scenario: stability against plasticity, and the average over the stream."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ImportError("Pictures need matplotlib: pip install 'everlearn[plot]'.") from None
     every = runs(results)
     places = list(dict.fromkeys((r["stream"], r["scenario"]) for r in every))
     methods = list(dict.fromkeys(r["method"] for r in every))
-    figure = Figure(figsize=(11, 4 * len(places)), dpi=120, layout="constrained")
+    figure = needs("matplotlib.figure", "plot", "A picture").Figure(
+        figsize=(11, 4 * len(places)), dpi=120, layout="constrained"
+    )
     axes = figure.subplots(len(places), 2, squeeze=False)
     for (left, right), place in zip(axes, places, strict=True):
         here = [r for r in every if (r["stream"], r["scenario"]) == place]

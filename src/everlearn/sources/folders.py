@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from everlearn.extras import needs
 from everlearn.sources.data import Data, hold_back, renumbered
-from everlearn.sources.extras import needs
 
 ENDINGS = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff"}
 
@@ -74,7 +74,7 @@ def read_folder(
 
 def read_image(file: Path | IO[bytes], *, size: int | None = None, grey: bool = False) -> Tensor:
     """One image in bytes, (channels, height, width), cropped to a square and scaled if a size is given."""
-    needs("PIL", "images")
+    needs("PIL", "data", "Reading images")
     from PIL import Image, ImageOps
 
     try:

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from everlearn.extras import needs
 from everlearn.sources.data import Data, Pair
-from everlearn.sources.extras import needs
 from everlearn.sources.files import File, Layout, Published
 
 URL = "http://ufldl.stanford.edu/housenumbers/"
@@ -27,7 +27,7 @@ def _one(path: Path) -> Pair:
 
 def read_mat(path: Path, keys: tuple[str, ...]) -> dict[str, np.ndarray]:
     """Some arrays of a Matlab file."""
-    io = needs("scipy.io", "Matlab files (.mat)")
+    io = needs("scipy.io", "data", "Reading Matlab files (.mat)")
     try:
         stored = io.loadmat(path, variable_names=keys)
         return {key: stored[key] for key in keys}

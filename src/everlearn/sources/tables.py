@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from everlearn.extras import needs
 from everlearn.sources.data import Data, hold_back, in_float32, numbered
-from everlearn.sources.extras import needs
 
 Columns = dict[str, np.ndarray]
 
@@ -79,7 +79,7 @@ def _typed(words: np.ndarray) -> np.ndarray:
 
 
 def _parquet(path: Path) -> Columns:
-    parquet = needs("pyarrow.parquet", "Parquet files")
+    parquet = needs("pyarrow.parquet", "data", "Reading Parquet files")
     try:
         stored = parquet.read_table(path)
     except (OSError, ValueError) as error:  # pyarrow's own errors are ValueErrors

@@ -3,6 +3,6 @@
 from everlearn.trainer.evaluation import evaluate
 from everlearn.trainer.running import run
 from everlearn.trainer.tracking import Tracker
-from everlearn.trainer.training import Trained, train
+from everlearn.trainer.training import Trained, Training, train
 
-__all__ = ["Tracker", "Trained", "evaluate", "run", "train"]
+__all__ = ["Tracker", "Trained", "Training", "evaluate", "run", "train"]

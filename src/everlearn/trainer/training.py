@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -35,15 +35,15 @@ def adam(parameters: list[nn.Parameter]) -> Optimizer:
 class Training:
     """How a task is trained; ``train`` and ``run`` document the fields."""
 
-    epochs: int
-    iterations: int | None
-    batch_size: int
-    seed: int
-    scheduler: SchedulerFactory | None
-    clip: float | None
-    accumulate: int
-    precision: Precision
-    progress: bool | None
+    epochs: int = 1
+    iterations: int | None = None
+    batch_size: int = 128
+    seed: int = 0
+    scheduler: SchedulerFactory | None = None
+    clip: float | None = None
+    accumulate: int = 1
+    precision: Precision = "float32"
+    progress: bool | None = None
 
     def __post_init__(self) -> None:
         counts = {name: getattr(self, name) for name in ("epochs", "iterations", "batch_size", "accumulate")}
@@ -104,10 +104,14 @@ def train(
     training = Training(epochs, iterations, batch_size, seed, scheduler, clip, accumulate, precision, progress)
     if device is not None:
         model.to(device)
-    return learn_task(model, method, as_task(task), training, optimizer, Journal())
+    trained, clock = practise(model, method, task := as_task(task), training, optimizer, Journal()), Clock()
+    with clock("consolidate"):
+        method.end_task(model, task)
+    clock.add(trained.seconds)
+    return replace(trained, seconds=dict(clock.seconds))
 
 
-def learn_task(
+def practise(
     model: nn.Module,
     method: Method,
     task: Task,
@@ -115,7 +119,7 @@ def learn_task(
     optimizer: OptimizerFactory | Optimizer,
     journal: Journal,
 ) -> Trained:
-    """``train`` with its settings as one thing."""
+    """Begin a task and take its steps; the method's ``end_task`` is left to the caller."""
     check_task(task)
     size, clock, before = training.batch_size, Clock(), list(model.parameters())
     task.steps = task.planned_steps(size, training.epochs, training.iterations)
@@ -154,8 +158,6 @@ def learn_task(
                 bar.update()
                 if step % 20 == 0:
                     bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
-    with clock("consolidate"):
-        method.end_task(model, task)
     return Trained(live, step, loss, dict(clock.seconds))
 
 

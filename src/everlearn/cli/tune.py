@@ -1,0 +1,134 @@
+"""``everlearn tune``: a study per stream, scenario and method, and what came of each as a file that can be run."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field
+
+from everlearn import atomic
+from everlearn.cli.names import UsageError, look_up, parse_settings, words
+from everlearn.cli.plan import Cell, Plan, cells, optimizer
+from everlearn.method import Method, label
+from everlearn.methods import METHODS
+from everlearn.report.table import columns
+from everlearn.results import amount, readable
+from everlearn.stream import Stream
+from everlearn.trainer.training import Training
+from everlearn.tuning import Tuned, tune
+from everlearn.tuning.picture import png
+from everlearn.tuning.space import Given
+
+
+class Tuning(BaseModel):
+    """The options of ``everlearn tune`` beside those of ``everlearn run``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    fields: str = Field(
+        "",
+        description="What to tune, as in ewc.strength=1:1e9,ewc.decay; without a range the one that 'everlearn show' tells. "
+        "By default the first field that has one.",
+    )
+    trials: int = Field(16, ge=1, description="Values to try; a larger number later goes on with the same study.")
+    first: int | None = Field(None, ge=2, description="Choose on so many first tasks alone; by default on all.")
+    prune: bool = Field(
+        True, description="Give up a trial that is worse than three quarters of those before, after any task."
+    )
+
+
+def tuned(plan: Plan, options: Tuning) -> None:
+    """A study for every stream, scenario and method of the plan; seeds are averaged."""
+    given = plan.model_fields_set
+    plan = plan.model_copy(
+        update={
+            "valid": plan.valid or 0.1,
+            "out": plan.out if "out" in given else Path("runs/tune"),
+            "methods": plan.methods if "methods" in given else "ewc",
+        }
+    )
+    todo = [cell for cell in cells(plan) if cell.seed == 0]
+    if any(cell.joint for cell in todo):
+        raise UsageError("'joint' has no strength to tune: name methods, as in --methods ewc,si.")
+    for cell in todo:
+        streams = [Cell(plan, cell.stream, cell.scenario, cell.method, False, s).made() for s in range(plan.seeds)]
+        streams = streams if options.first is None else [stream.first(options.first) for stream in streams]
+        folder = plan.out / readable(cell.stream, cell.scenario, label(cell.method))
+        found = _study(cell, streams, options, folder)
+        best, picture = folder / "best.yaml", folder / "trade-off.png"
+        atomic.write(best, _file(cell, found).encode())
+        atomic.write(picture, png(found))
+        print(
+            f"{cell.stream}, {cell.scenario}-incremental, {label(cell.method)}: averages on validation data, the best first"
+        )
+        print(_table(found, streams[0].exams[0].likelihood.score_name))
+        print(
+            f"\nThe trade-off is drawn in {picture}, runs are in {folder / 'trials'}. On test data: everlearn run {best}\n"
+        )
+
+
+def _study(cell: Cell, streams: list[Stream], options: Tuning, folder: Path) -> Tuned:
+    p = cell.plan
+    training = Training(
+        p.passes(streams[0]), p.iterations, p.batch_size, 0, None, p.clip, p.accumulate, p.precision, None
+    )
+    return tune(
+        p.net_maker, cell.method, streams.__getitem__, fields=_fields(options.fields), trials=options.trials, seeds=p.seeds,
+        prune=options.prune, training=training, optimizer=optimizer(p), keep_optimizer=p.keep_optimizer, device=p.device,
+        out=folder,
+    )  # fmt: skip
+
+
+def _fields(text: str) -> dict[str, Given] | None:
+    """What was typed, with the classes' names."""
+    wanted: dict[str, Given] = {}
+    for word in words(text):
+        path, equals, ends = word.partition("=")
+        parse_settings([f"{path}=0"])  # refuses what is no field
+        name, _, field = path.partition(".")
+        low, _, high = ends.partition(":")
+        try:
+            wanted[f"{look_up('method', name, METHODS).__name__}.{field}"] = (
+                (float(low), float(high)) if equals else None
+            )
+        except ValueError:
+            raise UsageError(f"A range reads LOW:HIGH, as in ewc.strength=1:1e9; got {word!r}.") from None
+    return wanted or None
+
+
+def _file(cell: Cell, found: Tuned) -> str:
+    """The configuration that was found, for 'everlearn run': all of it but where this search looked and what it kept back."""
+    p, names = cell.plan, {kind: name for name, kind in METHODS.items()}
+    ours = p.model_dump(
+        mode="json", exclude={"stream", "scenario", "set", "valid", "out", "data", "workers", "track", "seeds"}
+    )
+    parts = getattr(found.method, "methods", [found.method])
+    settings = {names[type(m)]: own for m in parts if (own := _own(m))}
+    chosen = {
+        "stream": cell.stream,
+        "scenario": cell.scenario,
+        **ours,
+        "methods": "+".join(names[type(m)] for m in parts),
+    }
+    head = f"# Found by everlearn tune: {found.best}, on validation data.\n"
+    return head + yaml.safe_dump(
+        {**{k: v for k, v in chosen.items() if v is not None}, "set": settings}, sort_keys=False
+    )
+
+
+def _own(method: Method) -> dict[str, Any]:
+    """The fields that are not at their default."""
+    return {f.name: v for f in fields(method) if (v := getattr(method, f.name)) != f.default}
+
+
+def _table(found: Tuned, score: str) -> str:
+    names = list(found.best.values)
+    rows = [[*names, f"average {score}", "old tasks", "new tasks", ""]]
+    for trial in sorted(found.trials, key=lambda t: (t.score is None, -(t.score or 0))):
+        values = [f"{v:.4g}" if isinstance(v, float) else str(v) for v in trial.values.values()]
+        numbers = ["–" if v is None else amount(v, score) for v in (trial.score, trial.old, trial.new)]
+        rows.append([*values, *numbers, trial.why.split(":")[0]])
+    return columns(rows)

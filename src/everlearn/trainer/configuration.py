@@ -1,0 +1,90 @@
+"""What a run is made of: its model from whatever makes one, and everything that decides its result, as facts."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+from torch import nn
+
+from everlearn.fingerprint import fingerprint
+from everlearn.method import Method, label
+from everlearn.results import version
+from everlearn.stream import Split, Stream, Task
+from everlearn.trainer.training import OptimizerFactory, Training
+
+
+def build(make_model: Callable[..., nn.Module] | nn.Module, stream: Stream) -> nn.Module:
+    """The model for a stream, from a function that makes one or as a copy."""
+    if isinstance(make_model, nn.Module):
+        return copy.deepcopy(make_model)
+    needed = [
+        p.name
+        for p in inspect.signature(make_model).parameters.values()
+        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    if len(needed) not in (0, 2):
+        raise TypeError(
+            f"{_name(make_model)} needs {', '.join(needed)}: give a function of (inputs, outputs), one without "
+            "arguments, or a module; 'lambda: Net(...)' makes any model such a function."
+        )
+    if needed and not stream.inputs:
+        raise ValueError(
+            "This stream does not tell the shape of its inputs: give a function without arguments or a module."
+        )
+    model = make_model(stream.inputs, stream.outputs) if needed else make_model()
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{_name(make_model)} must make a torch.nn.Module, it made a {type(model).__name__}.")
+    return model
+
+
+def configuration(
+    stream: Stream,
+    method: Method,
+    model: nn.Module,
+    training: Training,
+    optimizer: OptimizerFactory,
+    keep_optimizer: bool,
+    split: Split,
+) -> dict[str, Any]:
+    """Everything that decides the result, readable where it can be, as fingerprints where it cannot."""
+    joint = stream.settings.get("joint", False)
+    settings = {f.name: getattr(training, f.name) for f in fields(training) if f.name not in ("seed", "progress")}
+    settings |= {"scheduler": _name(training.scheduler), "epochs": None if training.iterations else training.epochs}
+    made = optimizer(list(model.parameters()))
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in made.param_groups]
+    return {
+        "stream": {"name": stream.name, **stream.settings, "tasks": len(stream.exams)},
+        "scenario": stream.scenario,
+        "score": stream.exams[0].likelihood.score_name,
+        "method": "joint" if joint and type(method) is Method else label(method) + (" on joint" if joint else ""),
+        "fields": repr(method),
+        "model": repr(model),
+        "training": {
+            **settings,
+            "keep_optimizer": keep_optimizer,
+            "split": split,
+            "optimizer": type(made).__name__,
+            "groups": [{k: v for k, v in group.items() if isinstance(v, (int, float, tuple))} for group in groups],
+        },
+        "seed": training.seed,
+        "everlearn": version(),
+        "fingerprints": {
+            "data": fingerprint([_content(t) for t in [*stream.tasks, *stream.exams]]),
+            "model": fingerprint([[type(m) for m in model.modules()], model.state_dict()]),
+            "method": fingerprint(method),
+            "scheduler": fingerprint(training.scheduler),
+        },
+    }
+
+
+def _content(task: Task) -> dict[str, Any]:
+    """What a task is made of; the planned steps are the trainer's."""
+    return {f.name: getattr(task, f.name) for f in fields(task) if f.name != "steps"}
+
+
+def _name(thing: Any) -> str | None:
+    return None if thing is None else getattr(thing, "__qualname__", type(thing).__name__)

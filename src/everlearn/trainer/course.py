@@ -1,0 +1,110 @@
+"""A stream being learned."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+from torch import nn
+from torch.optim import Optimizer
+
+from everlearn.cost import Clock, peak_memory, reset_peak_memory, state_bytes
+from everlearn.method import Method
+from everlearn.results import Result
+from everlearn.stream import Split, Stream, Task
+from everlearn.trainer.evaluation import evaluate
+from everlearn.trainer.tracking import Journal
+from everlearn.trainer.training import OptimizerFactory, Training, device_of, practise
+
+
+class Course:
+    """A stream being learned, task by task: what learns, and what was measured on the way.
+
+    Every task is trained and then closed: consolidated and tested. Consecutive tasks with one id are tested as one.
+
+    Args:
+        model: trained in place.
+        method: what protects the earlier tasks; it learns too.
+        stream: what is learned.
+        training: how.
+        optimizer: a function of the parameters that makes one.
+        keep_optimizer: go on with the same optimizer instead of a fresh one per task.
+        split: which data to test on.
+        journal: who is told.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        method: Method,
+        stream: Stream,
+        training: Training,
+        optimizer: OptimizerFactory,
+        keep_optimizer: bool,
+        split: Split,
+        journal: Journal,
+    ) -> None:
+        self.model, self.method, self.stream, self.training = model, method, stream, training
+        self.optimizer, self.keep_optimizer, self.split, self.journal = optimizer, keep_optimizer, split, journal
+        self.at = 0  # the task that is trained next, or is trained and not closed
+        self.rows: list[list[float]] = []
+        self._clock, self._device = Clock(), device_of(model)
+        self._before = reset_peak_memory(self._device)
+        self._current: OptimizerFactory | Optimizer = optimizer
+        self._each: dict[str, list[Any]] = {"parameters": [], "state_bytes": [], "facts": []}
+        self.initial = self._test(stream[0])
+
+    def train(self) -> None:
+        """Train the next task."""
+        trained = practise(self.model, self.method, self.stream[self.at], self.training, self._current, self.journal)
+        self._clock.add(trained.seconds)
+        self._current = trained.optimizer
+
+    def close(self) -> None:
+        """Consolidate what was trained and, where its task is over, test on all tasks."""
+        task, after = self.stream[self.at], self.stream.tasks[self.at + 1 :]
+        with self._clock("consolidate"):
+            self.method.end_task(self.model, task)
+        goes_on = bool(after) and task.id is not None and after[0].id == task.id
+        if not (self.keep_optimizer or goes_on):
+            self._current = self.optimizer
+        self.at += 1
+        if goes_on:
+            return
+        self.rows.append(self._test(task))
+        self.journal.learned(self.rows[-1], self.learned)
+        self._each["parameters"].append(sum(p.numel() for p in self.model.parameters()))
+        self._each["state_bytes"].append(state_bytes(self.method.state_dict()))
+        self._each["facts"].append(self.method.facts())
+
+    @property
+    def learned(self) -> int:
+        """How many of the tasks that are tested are learned."""
+        return len(self.rows) if len(self.stream) > 1 else len(self.stream.exams) * len(self.rows)
+
+    @property
+    def so_far(self) -> float:
+        """The mean score on the tasks learned."""
+        return float(np.mean(self.rows[-1][: self.learned]))
+
+    def fork(self) -> Course:
+        """Another course that has come as far; the two share what no course changes, the stream above all."""
+        shared = [self.stream, self.training, self.journal, *self.stream.tasks, *self.stream.exams]
+        shared += [source for task in self.stream.tasks for source in (task.train, task.valid, task.test)]
+        other = copy.copy(self)
+        other.model, other.method, other._current = copy.deepcopy(  # together: they hold each other's tensors
+            (self.model, self.method, self._current), {id(thing): thing for thing in shared}
+        )
+        other.rows, other._each, other._clock = copy.deepcopy((self.rows, self._each, self._clock))
+        return other
+
+    def result(self, config: dict[str, Any], made: dict[str, Any]) -> Result:
+        """What was measured, with the facts that made it."""
+        peak = max(0, peak_memory(self._device) - self._before)
+        cost = {"seconds": dict(self._clock.seconds), "peak_memory": peak, **self._each}
+        return Result(np.array(self.rows), config, self.initial, cost, made)
+
+    def _test(self, task: Task) -> list[float]:
+        with self._clock("evaluate"):
+            return evaluate(self.model, self.method, self.stream.exams, allowed=task.allowed, split=self.split)

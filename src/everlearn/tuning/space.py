@@ -1,0 +1,164 @@
+"""What is tuned: fields of a method, or of the methods of a chain, and where their values are looked for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+from everlearn.fields import Search
+from everlearn.method import Chain, Method
+
+Value = float | int | str
+Given = Search | tuple[float, float] | None  # None: what stands beside the field
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """One field that is tuned.
+
+    Args:
+        part: the method's place in its chain.
+        field: its name.
+        name: for people: the field's name, with the method's where a chain has several.
+        search: from where to where.
+        words: for a field that names its values, these.
+        whole: whether it is an integer.
+    """
+
+    part: int
+    field: str
+    name: str
+    search: Search
+    words: tuple[str, ...] = ()
+    whole: bool = False
+
+    def suggest(self, trial: Any) -> Value:
+        """A value, by an Optuna trial."""
+        low, high = self.search.low, self.search.high
+        if self.words:
+            return str(trial.suggest_categorical(self.name, self.words))
+        if self.whole:
+            return int(trial.suggest_int(self.name, int(low), int(high), log=self._logarithmic))
+        return float(trial.suggest_float(self.name, low, high, log=self._logarithmic))
+
+    @property
+    def measured(self) -> bool:
+        """Whether it is a real number, of which there is one between any two."""
+        return not self.words and not self.whole
+
+    def spread(self, count: int) -> list[float]:
+        """So many values, evenly, the middle first and the ends early, so that few of them are a rough picture already.
+
+        >>> [round(v) for v in Dimension(0, "strength", "strength", Search(1, 10_000)).spread(5)]
+        [100, 1, 10000, 10, 1000]
+        """
+        shares = [0.5] if count == 1 else [i / (count - 1) for i in range(count)]
+        shares.sort(key=lambda share: (min(abs(share - x) for x in (0.5, 0.0, 1.0)), abs(share - 0.5)))
+        low, high = self._scaled(self.search.low), self._scaled(self.search.high)
+        return [self._back(low + (high - low) * share) for share in shares]
+
+    def between(self, tried: Sequence[tuple[float, float]]) -> float:
+        """The middle of the wider gap beside the best of the values tried, given with their scores.
+
+        >>> Dimension(0, "strength", "strength", Search(1, 10_000, log=False)).between([(1, 0.5), (3, 0.9), (9, 0.8)])
+        6.0
+        """
+        ordered = sorted(tried)
+        best = max(range(len(ordered)), key=[score for _, score in ordered].__getitem__)
+        beside = [ordered[i][0] for i in (best - 1, best + 1) if 0 <= i < len(ordered)]
+        beside = beside or [self.search.low, self.search.high]
+        ends = [(self._scaled(ordered[best][0]), self._scaled(value)) for value in beside]
+        one, other = max(ends, key=lambda gap: abs(gap[0] - gap[1]))
+        return self._back((one + other) / 2)
+
+    def _scaled(self, value: float) -> float:
+        return math.log(value) if self._logarithmic else value
+
+    def _back(self, value: float) -> float:
+        value = math.exp(value) if self._logarithmic else value
+        return min(max(value, self.search.low), self.search.high)  # rounding must not leave the range
+
+    @property
+    def _logarithmic(self) -> bool:
+        return self.search.log and self.search.low > 0
+
+
+def dimensions(method: Method, wanted: Mapping[str, Given] | None = None) -> list[Dimension]:
+    """The fields to tune.
+
+    Args:
+        method: the method, or a chain.
+        wanted: fields by name, "strength" or in a chain "EWC.strength", each with a range (low, high), a ``Search``, or None
+            for the one beside the field; by default the first field of each method that has a range beside it.
+
+    >>> from everlearn import EWC, LwF
+    >>> [(d.name, str(d.search)) for d in dimensions(EWC() + LwF())]
+    [('EWC.strength', 'searched from 1 to 1e+10'), ('LwF.strength', 'searched from 0.01 to 100')]
+    """
+    found = _every(method)
+    if wanted is None:
+        ready = [d for d in found if d.search.low < d.search.high]
+        if firsts := [next(d for d in ready if d.part == part) for part in dict.fromkeys(d.part for d in ready)]:
+            return firsts
+        raise ValueError(f"{_kinds(method)} has no field with a range beside it: name one, with a range (low, high).")
+    return [_chosen(found, name, given, method) for name, given in wanted.items()]
+
+
+def changed(method: Method, at: Sequence[Dimension], values: Sequence[Value]) -> Method:
+    """A fresh method with these values."""
+    own = {d.part: {e.field: v for e, v in zip(at, values, strict=True) if e.part == d.part} for d in at}
+    if not isinstance(method, Chain):
+        return replace(method, **own.get(0, {}))
+    return Chain(*[replace(m, **own.get(i, {})) for i, m in enumerate(method.methods)])
+
+
+def change(method: Method, at: Sequence[Dimension], values: Sequence[Value]) -> None:
+    """Give these values to a method that is under way, before its first task has ended."""
+    for d, value in zip(at, values, strict=True):
+        setattr(_parts(method)[d.part], d.field, value)
+
+
+def _every(method: Method) -> list[Dimension]:
+    """All fields that could be tuned: numbers, and words from a list; those without a range have an empty one."""
+    several, found = len(_parts(method)) > 1, []
+    for part, m in enumerate(_parts(method)):
+        hints = get_type_hints(type(m), include_extras=True)
+        for f in fields(m):
+            hint = hints[f.name]
+            extras = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
+            plain = get_args(hint)[0] if extras else hint
+            name = f"{type(m).__name__}.{f.name}" if several else f.name
+            if get_origin(plain) is Literal and all(isinstance(v, str) for v in get_args(plain)):
+                found.append(Dimension(part, f.name, name, Search(0, 0), get_args(plain)))
+            elif isinstance(value := getattr(m, f.name), (int, float)) and not isinstance(value, bool):
+                search = next((e for e in extras if isinstance(e, Search)), Search(0, 0))
+                found.append(Dimension(part, f.name, name, search, whole=isinstance(value, int) and plain is int))
+    return found
+
+
+def _chosen(found: Sequence[Dimension], name: str, given: Given, method: Method) -> Dimension:
+    matching = [d for d in found if name in (d.name, d.field, f"{type(_parts(method)[d.part]).__name__}.{d.field}")]
+    if len(matching) != 1:
+        known = ", ".join(d.name for d in found)
+        raise ValueError(
+            f"{name!r} is {'several fields' if matching else 'no field'} that can be tuned: there are {known}."
+        )
+    d = matching[0]
+    if d.words:
+        if given is not None:
+            raise ValueError(f"{name} is one of {', '.join(d.words)}: all are tried, a range has no meaning.")
+        return d
+    search = replace(d.search, low=given[0], high=given[1]) if isinstance(given, tuple) else given or d.search
+    if not search.low < search.high:
+        raise ValueError(f"{name} needs a range (low, high) with low < high, got {search.low:g} and {search.high:g}.")
+    return replace(d, search=search)
+
+
+def _parts(method: Method) -> list[Method]:
+    return method.methods if isinstance(method, Chain) else [method]
+
+
+def _kinds(method: Method) -> str:
+    return " + ".join(type(m).__name__ for m in _parts(method))

@@ -1,0 +1,253 @@
+"""Tuning: trials are runs, share what is identical, and a study goes on where it was stopped."""
+
+import json
+from dataclasses import dataclass, fields
+from typing import Annotated, get_args, get_type_hints
+
+import pytest
+import torch
+import yaml
+
+import everlearn
+from everlearn import DER, EWC, L2, METHODS, LwF, Method, nets, streams
+from everlearn.cli.app import start
+from everlearn.fields import Range
+from everlearn.seeds import restore, states
+from everlearn.trainer.course import Course
+from everlearn.trainer.tracking import Journal
+from everlearn.trainer.training import Training, adam
+from everlearn.tuning import Search, tune
+from everlearn.tuning.space import changed, dimensions
+
+pytest.importorskip("optuna")
+TRAINING = Training(epochs=2, batch_size=32)
+
+
+def digits(scenario="domain"):
+    (x, y), (x_test, y_test) = streams.digits_data()
+    train, test = (x[:600], y[:600]), (x_test[:200], y_test[:200])
+    return streams.split(train, test, tasks=3, scenario=scenario, class_order=range(6), valid=0.2)
+
+
+def net(inputs, outputs):
+    return torch.nn.Sequential(
+        torch.nn.Flatten(), torch.nn.Linear(64, 20), torch.nn.Dropout(0.3), torch.nn.Linear(20, outputs)
+    )
+
+
+@dataclass(eq=False)
+class Harmful(Method):
+    """Spoils the weights after every task."""
+
+    harm: Annotated[float, Range(0), Search(0, 1, log=False, late=True)] = 0.0
+
+    def end_task(self, model, task):
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(self.harm * torch.randn_like(p))
+
+
+@pytest.mark.parametrize(("method", "field", "values"), [(EWC(), "strength", (1, 1e6)), (DER(50), "alpha", (0.1, 2))])
+def test_a_trial_is_the_run_it_stands_for(method, field, values, tmp_path):
+    found = tune(net, method, digits(), fields={field: values}, trials=3, prune=False, training=TRAINING, out=tmp_path)
+    kept = {r.config["fields"]: r for r in everlearn.results.load(tmp_path / "trials")}
+    for trial in found.trials:
+        again = changed(method, found.at, list(trial.values.values()))
+        alone = everlearn.run(net, again, digits(), epochs=2, batch_size=32, split="valid")
+        result = kept[repr(again)]
+        assert (alone.accuracy == result.accuracy).all()
+        assert json.loads(json.dumps(alone.config)) == result.config
+        assert trial.score == alone.average_accuracy
+    assert found.best.score == max(t.score for t in found.trials)
+    assert getattr(found.method, field) == found.best.values[field]
+
+
+@pytest.mark.parametrize(("method", "times"), [(EWC(), 1), (DER(50), 3)])
+def test_the_first_task_is_trained_once_where_nothing_acts_on_it(method, times, tmp_path, monkeypatch):
+    begun = []
+    begin = type(method).begin_task
+    monkeypatch.setattr(
+        type(method), "begin_task", lambda m, model, task: (begun.append(task.id), begin(m, model, task))
+    )
+    tune(net, method, digits(), trials=3, prune=False, training=TRAINING, out=tmp_path)
+    assert begun.count(0) == times and begun.count(1) == begun.count(2) == 3
+
+
+LATE = [
+    (name, f.name, extra)
+    for name, kind in METHODS.items()
+    for f in fields(kind)
+    for extra in get_args(get_type_hints(kind, include_extras=True)[f.name])
+    if isinstance(extra, Search) and extra.late
+]
+
+
+@pytest.mark.parametrize(("name", "field", "search"), LATE, ids=[f"{n}.{f}" for n, f, _ in LATE])
+def test_what_is_said_to_act_late_does_nothing_before_the_first_task_has_ended(name, field, search):
+    ends = []
+    for value in (search.low, search.high):
+        given = {"mode": "online"} if (name, field) == ("ewc", "decay") else {}
+        method = METHODS[name](**given, **{field: value})
+        with everlearn.seeds.seeded(0):
+            course = begun(method)
+        ends.append((course.model.state_dict(), method.state_dict()))
+    assert same(*ends)
+
+
+def same(a, b):
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (tuple, list)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+def begun(method, scenario="task"):
+    stream = digits(scenario)
+    model = net(stream.inputs, stream.outputs)
+    course = Course(model, method, stream, TRAINING, adam, True, "valid", Journal())
+    course.train()
+    return course
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_fork_goes_where_its_original_goes(name):
+    with everlearn.seeds.seeded(0):
+        course = begun(METHODS[name]())
+        random, other = states(), course.fork()
+        for one in (course, other):
+            restore(random)
+            one.close()
+            one.train()
+            one.close()
+    assert course.rows == other.rows
+    assert same(course.model.state_dict(), other.model.state_dict())
+    assert same(course.method.state_dict(), other.method.state_dict())
+    assert other.stream is course.stream
+
+
+def test_a_study_goes_on_where_it_was_stopped(tmp_path):
+    settings = {"training": TRAINING, "prune": False}
+    whole = tune(net, EWC(), digits(), trials=4, out=tmp_path / "whole", **settings)
+
+    class Stopped(KeyboardInterrupt):
+        pass
+
+    calls = []
+
+    def broken(self, model, task):
+        calls.append(task.id)
+        if len(calls) == 5:  # in the second trial
+            raise Stopped
+        return end(self, model, task)
+
+    end = EWC.end_task
+    EWC.end_task = broken
+    try:
+        with pytest.raises(Stopped):
+            tune(net, EWC(), digits(), trials=4, out=tmp_path / "half", **settings)
+    finally:
+        EWC.end_task = end
+    again = tune(net, EWC(), digits(), trials=4, out=tmp_path / "half", **settings)
+    assert {str(t) for t in again.trials} == {str(t) for t in whole.trials}
+
+
+def test_hopeless_trials_are_given_up_and_the_best_is_found(tmp_path):
+    settings = {"trials": 12, "training": Training(epochs=5, batch_size=32), "fields": {"harm": (0, 0.4)}}
+    found = tune(net, Harmful(), digits(), **settings, out=tmp_path)
+    given_up = [t for t in found.trials if t.score is None]
+    assert found.best.values["harm"] < 0.05
+    assert given_up and all("given up after task" in t.why and t.values["harm"] > 0.05 for t in given_up)
+
+
+def test_a_strength_that_is_too_much_for_the_optimizer_is_no_end(tmp_path):
+    found = tune(
+        net, L2(), digits(), fields={"strength": (1e-3, 1e30)}, trials=3, training=TRAINING, out=tmp_path,
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+    )  # fmt: skip
+    assert found.best.score is not None
+    assert any("loss is nan" in t.why for t in found.trials)
+
+
+def test_several_seeds_are_averaged(tmp_path):
+    made = []
+
+    def stream(seed):
+        made.append(seed)
+        return digits()
+
+    found = tune(net, EWC(), stream, trials=1, seeds=2, training=TRAINING, out=tmp_path)
+    kept = everlearn.results.load(tmp_path / "trials")
+    assert made == [0, 1] and sorted(r.config["seed"] for r in kept) == [0, 1]
+    assert found.best.score == pytest.approx(sum(r.average_accuracy for r in kept) / 2)
+
+
+def test_fields_of_chains_words_and_ranges_of_ones_own():
+    both = EWC() + LwF()
+    assert [d.name for d in dimensions(both)] == ["EWC.strength", "LwF.strength"]
+    chosen = dimensions(both, {"mode": None, "LwF.strength": (1, 2)})
+    assert chosen[0].words == ("separate", "online") and (chosen[1].search.low, chosen[1].search.high) == (1, 2)
+    new = changed(both, chosen, ["online", 1.5])
+    assert (new.methods[0].mode, new.methods[1].strength) == ("online", 1.5)
+    assert (both.methods[0].mode, both.methods[1].strength) == ("separate", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("method", "fields", "message"),
+    [
+        (EWC(), {"strenght": None}, "'strenght' is no field that can be tuned: there are strength"),
+        (EWC() + LwF(), {"strength": None}, "several fields"),
+        (EWC(), {"strength": (2, 1)}, "low < high"),
+        (EWC(), {"mode": (0, 1)}, "a range has no meaning"),
+        (EWC(), {"prior": None}, "needs a range"),
+        (Method(), None, "no field with a range beside it"),
+    ],
+)
+def test_wrong_fields_are_refused(method, fields, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        tune(net, method, digits(), fields=fields, out=tmp_path)
+
+
+def test_a_stream_without_validation_data_is_refused(small_stream, tmp_path):
+    with pytest.raises(ValueError, match=r"make the stream with valid=0.1"):
+        tune(nets.mlp, EWC(), small_stream(), out=tmp_path)
+
+
+def test_a_study_of_another_question_and_a_foreign_file_are_refused(tmp_path):
+    tune(net, EWC(), digits(), trials=1, training=TRAINING, out=tmp_path)
+    with pytest.raises(ValueError, match="other data, settings or fields"):
+        tune(net, EWC(), digits(), trials=1, training=Training(epochs=1), out=tmp_path)
+    (tmp_path / "study.db").write_bytes(b"not a database at all" * 100)
+    with pytest.raises(ValueError, match="not a whole study"):
+        tune(net, EWC(), digits(), trials=1, training=TRAINING, out=tmp_path)
+    assert (tmp_path / "study.db").read_bytes().startswith(b"not a database"), "nothing is overwritten"
+
+
+def test_the_command_leaves_a_file_that_runs(tmp_path, capsys):
+    words = f"tune --methods ewc --fields ewc.strength=1:1e6 --scenario domain --first 2 --epochs 1 --hidden 20 --trials 2 --out {tmp_path}"
+    assert start(words.split()) == 0
+    folder = tmp_path / "digits-domain-ewc"
+    shown = capsys.readouterr().out
+    assert "average accuracy" in shown and "old tasks" in shown
+    assert (folder / "trade-off.png").read_bytes().startswith(b"\x89PNG")
+    best = yaml.safe_load((folder / "best.yaml").read_text())
+    assert best["methods"] == "ewc" and 1 <= best["set"]["ewc"]["strength"] <= 1e6 and "valid" not in best
+    assert start(["run", str(folder / "best.yaml"), "--out", str(tmp_path / "runs")]) == 0
+    (result,) = everlearn.results.load(tmp_path / "runs")
+    assert result.config["training"]["split"] == "test" and result.accuracy.shape == (5, 5)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("tune --methods joint", "no strength to tune"),
+        ("tune --fields ewc.strength=1-9", "LOW:HIGH"),
+        ("tune --fields ewc.strenght", "no field 'strenght'"),
+        ("tune --fields strength", "METHOD.FIELD"),
+    ],
+)
+def test_the_command_answers_wrong_words(words, message, capsys):
+    assert start(words.split()) == 2
+    assert message in capsys.readouterr().err
