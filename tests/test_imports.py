@@ -10,13 +10,18 @@ import everlearn
 ROOT = Path(everlearn.__file__).parent
 # Each may import what stands before it, and its own package.
 ORDER = [
-    "extras", "params", "seeds", "atomic", "fingerprint", "cost", "metrics", "data", "likelihood", "batch", "stream", "memory", "curvature", "optim", "heads", "nets", "fields", "method",
+    "extras", "params", "seeds", "atomic", "fingerprint", "cost", "metrics", "data", "likelihood", "batch", "stream", "memory", "curvature", "optim", "heads", "nets", "fields", "attachment", "method",
     "penalty", "replay", "teacher", "tracing", "growth", "locks", "isolation", "columns", "extractors", "balance", "beside", "merging", "splitting", "watching", "expanding", "methods", "results", "checks", "trainer", "integrations", "sources", "streams", "report", "tuning", "cli",
 ]  # fmt: skip
 
 
 def imports(path):
-    for node in ast.walk(ast.parse(path.read_text())):
+    tree = ast.parse(path.read_text())
+    for block in [
+        node for node in tree.body if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
+    ]:
+        tree.body.remove(block)  # words for the type checker, not imports
+    for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("everlearn"):
             names = [node.module] if node.module != "everlearn" else [f"everlearn.{a.name}" for a in node.names]
             yield from (name.split(".")[1] for name in names if "." in name)

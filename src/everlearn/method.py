@@ -8,9 +8,12 @@ from dataclasses import dataclass, fields
 from typing import Any, get_type_hints
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from everlearn.attachment import Attachment
 from everlearn.batch import Batch
 from everlearn.fields import check_field
+from everlearn.likelihood import Likelihood
 from everlearn.params import evaluating
 
 
@@ -111,9 +114,9 @@ class Method:
         self.observe(batch, out.detach())
         return loss if isinstance(penalty, float) and penalty == 0.0 else loss + penalty
 
-    def unpulled(self, model: nn.Module, batch: Batch, out: Tensor) -> Tensor | float:
+    def unpulled(self, model: nn.Module, batch: Batch | None, out: Tensor | None) -> Tensor | float:
         """The penalty but for what ``pull`` adds."""
-        self._owes = _nearest(self, "penalty_gradient") <= _nearest(self, "penalty") < len(type(self).__mro__) - 2
+        self._owes = self._pulls and self.changes("penalty")
         return 0.0 if self._owes else self.penalty(model, batch, out)
 
     def pull(self, model: nn.Module) -> None:
@@ -121,6 +124,28 @@ class Method:
         if self._owes:
             self._owes = False
             self.penalty_gradient(model)
+
+    def attach(self, model: nn.Module, optimizer: Optimizer, likelihood: Likelihood | None = None) -> Attachment:
+        """Speak the verbs of every step by the optimizer's hooks, in any loop; see ``Attachment``.
+
+        ``begin_task`` and ``end_task`` stay yours to call, and replay is told the labels by ``attachment.see(x, y)``.
+        """
+        return Attachment(self, model, optimizer, likelihood)
+
+    def changes(self, verb: str) -> bool:
+        """Whether it has a verb of its own."""
+        return getattr(type(self), verb) is not getattr(Method, verb)
+
+    @property
+    def of_parameters(self) -> bool:
+        """Whether its loss, beyond the task's, is of the parameters alone."""
+        return not any(map(self.changes, ("join", "task_loss", "observe"))) and self._pulls
+
+    @property
+    def _pulls(self) -> bool:
+        """Whether the gradient of its penalty is known by heart."""
+        known = _nearest(self, "penalty_gradient") <= _nearest(self, "penalty")
+        return known or not self.changes("penalty")
 
     def parameters(self) -> Iterable[nn.Parameter]:
         """Trainable tensors of the method itself; most have none."""
@@ -176,11 +201,20 @@ class Chain(Method):
         self._owner = {verb: self._only(verb) for verb in ("join", "task_loss", "predict")}
 
     def _only(self, verb: str) -> Method:
-        owners = [m for m in self.methods if getattr(type(m), verb) is not getattr(Method, verb)]
+        owners = [m for m in self.methods if m.changes(verb)]
         if len(owners) > 1:
             names = " and ".join(type(m).__name__ for m in owners)
             raise ValueError(f"{names} both define {verb}(); a chain can hold only one method that does.")
         return owners[0] if owners else self.methods[0]
+
+    def changes(self, verb: str) -> bool:
+        """Whether any of them does."""
+        return any(m.changes(verb) for m in self.methods)
+
+    @property
+    def of_parameters(self) -> bool:
+        """Whether all of them are."""
+        return all(m.of_parameters for m in self.methods)
 
     def __repr__(self) -> str:
         return " + ".join(map(repr, self.methods))
@@ -202,7 +236,7 @@ class Chain(Method):
         """The sum."""
         return _sum(m.penalty(model, batch, out) for m in self.methods)
 
-    def unpulled(self, model: nn.Module, batch: Batch, out: Tensor) -> Tensor | float:
+    def unpulled(self, model: nn.Module, batch: Batch | None, out: Tensor | None) -> Tensor | float:
         """The sum."""
         return _sum(m.unpulled(model, batch, out) for m in self.methods)
 

@@ -267,16 +267,17 @@ def _run_all(todo: list[Cell], plan: Plan, force: bool, talk: bool) -> tuple[int
     """Each cell in turn; one that fails is reported and does not stop the others."""
     done: dict[int, Result] = {}
     started = datetime.now(UTC).isoformat(timespec="seconds")
-    with tqdm(total=len(todo), desc="everlearn", leave=False, disable=True if talk else None) as bar:
+    with tqdm(total=len(todo), desc="runs", unit="run", leave=False, disable=None) as bar:
         for ended, (i, outcome) in enumerate(outcomes(todo, plan.workers, plan.threads, force), 1):
             bar.update()
             if isinstance(outcome, Exception):
-                print(f"everlearn: {todo[i]} failed: {outcome}", file=sys.stderr)
+                bar.write(f"everlearn: {todo[i]} failed: {outcome}", file=sys.stderr)
                 continue
             done[i] = outcome
             if talk:
                 read = " (read)" if outcome.made["time"] < started else ""
-                print(f"[{ended}/{len(todo)}]{read} {outcome}", flush=True)
+                bar.write(f"[{ended}/{len(todo)}]{read} {outcome}", file=sys.stdout)
+                sys.stdout.flush()
     return (0 if len(done) == len(todo) else 1), [done[i] for i in sorted(done)]
 
 

@@ -62,7 +62,7 @@ class SI(QuadraticPenalty):
         """The height of the penalty, for the loss that is shown; its gradient comes in ``before_step``."""
         return self.bowl(model).detach() if self._holds() else 0.0
 
-    def unpulled(self, model: nn.Module, batch: Batch, out: Tensor) -> Tensor | float:
+    def unpulled(self, model: nn.Module, batch: Batch | None, out: Tensor | None) -> Tensor | float:
         """Nothing: without a gradient, the height is for show."""
         self._hurries = True
         return 0.0

@@ -91,7 +91,9 @@ def run(
         journal.start(config)
         try:
             course = Course(model, method, stream, training, optimizer, keep_optimizer, split, journal)
-            with tqdm(total=len(stream), desc=label(method), leave=False, disable=hide_bar(progress)) as bar:
+            with tqdm(
+                total=len(stream), desc=label(method), unit="task", leave=False, disable=hide_bar(progress)
+            ) as bar:
                 while course.at < len(stream):
                     course.train()
                     course.close()

@@ -157,7 +157,7 @@ def practise(
             if bar is not None:
                 bar.update()
                 if step % 20 == 0:
-                    bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
+                    bar.set_postfix(epoch=batch.epoch + 1, loss=f"{loss:.3f}", refresh=False)
     return Trained(live, step, loss, dict(clock.seconds))
 
 
@@ -217,7 +217,7 @@ def _bar(task: Task, progress: bool | None) -> AbstractContextManager[tqdm[Any] 
     """A progress bar over the task's steps; None where it would only cost time."""
     if progress is False:
         return nullcontext()
-    return tqdm(total=task.steps, desc=str(task), leave=False, disable=hide_bar(progress))
+    return tqdm(total=task.steps, desc=str(task), unit="step", leave=False, disable=hide_bar(progress))
 
 
 def hide_bar(progress: bool | None) -> bool | None:
