@@ -30,6 +30,7 @@ from everlearn.replay import Replay
 from everlearn.results import Result
 from everlearn.stream import Stream, Task, allowed_classes
 from everlearn.trainer import evaluate, run, train
+from everlearn.traits import Traits
 
 __all__ = [
     "AGEM",
@@ -66,6 +67,7 @@ __all__ = [
     "Result",
     "Stream",
     "Task",
+    "Traits",
     "allowed_classes",
     "curvature",
     "evaluate",

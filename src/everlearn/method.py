@@ -8,12 +8,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from math import isfinite
 from numbers import Integral, Real
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 from torch import Tensor, nn
 
 from everlearn.batch import Batch
 from everlearn.params import evaluating
+from everlearn.stream import SCENARIOS
+from everlearn.traits import Traits
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,16 @@ class Method:
     is not a field: tensors, numbers and dicts of them, set in ``__post_init__``; a leading underscore marks what is
     passing and not saved. A method never sees the trainer, the optimizer or the scenario.
     """
+
+    traits: ClassVar[Traits] = Traits(
+        family="reference",
+        pro="costs nothing",
+        con="does nothing against forgetting: the lower bound of every comparison",
+        step=1.0,
+        needs_labels=False,
+        without_boundaries={},
+        weak=dict.fromkeys(SCENARIOS, "does nothing against forgetting: the lower bound of every comparison"),
+    )
 
     _owes = False  # a penalty's gradient, since a loss that was taken without it
 
