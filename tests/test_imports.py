@@ -11,7 +11,7 @@ ROOT = Path(everlearn.__file__).parent
 # Each may import what stands before it, and its own package.
 ORDER = [
     "params", "seeds", "atomic", "fingerprint", "cost", "metrics", "data", "likelihood", "batch", "stream", "traits", "memory", "curvature", "optim", "heads", "nets", "method",
-    "penalty", "replay", "teacher", "tracing", "growth", "locks", "isolation", "columns", "extractors", "balance", "beside", "merging", "splitting", "watching", "expanding", "methods", "results", "checks", "trainer", "integrations", "sources", "streams", "report", "cli",
+    "penalty", "replay", "teacher", "tracing", "growth", "locks", "isolation", "columns", "extractors", "balance", "beside", "merging", "splitting", "watching", "expanding", "methods", "advice", "results", "checks", "trainer", "integrations", "sources", "streams", "report", "cli",
 ]  # fmt: skip
 
 

@@ -1,7 +1,9 @@
 """What methods say of themselves is true, as far as it can be measured."""
 
 import copy
+import re
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +16,7 @@ from everlearn.cost import state_bytes
 from everlearn.traits import traits_of
 
 TRAITS = {name: traits_of(kind) for name, kind in METHODS.items()}
+ROOT = Path(__file__).parents[1]
 
 
 def sgd(parameters):
@@ -136,3 +139,33 @@ def test_who_needs_no_labels_protects_a_trained_model_by_inputs_alone(name):
 
     firmly = {"l2": {"strength": 1.0}, "mas": {"strength": 1.0}, "ewc": {"cap": 10.0}}
     assert moved(METHODS[name](**firmly.get(name, {}))) < 0.8 * moved(Method())
+
+
+def test_the_page_says_what_the_traits_say():
+    page = (ROOT / "docs/choosing.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `.*", page, re.MULTILINE)
+    should = [*map(needs_and_costs, METHODS), *(f"| `{name}` | {t.pro} | {t.con} |" for name, t in TRAITS.items())]
+    assert rows == should, "\n".join(["The rows of both tables should read:", *should])
+
+
+def needs_and_costs(name):
+    """A row of the page's first table."""
+    t, yes = TRAITS[name], lambda trait: "yes" if trait else "no"
+    weak = dict.fromkeys(t.weak, "no") | ({"domain": "guesses", "class": "guesses"} if t.needs_task else {})
+    boundaries = "yes" if t.without_boundaries is None else "no"
+    if t.without_boundaries:
+        boundaries = f"no, with `{next(iter(t.without_boundaries))}`"
+    keeps = " and examples" if t.keeps_examples else ""
+    memory = ("" if keeps and t.memory == "0" else t.memory) + keeps
+    step = f"{t.step:g}" + (f" + {t.step_growth:g} (N - 3)" if t.step_growth else "")
+    cells = [
+        f"`{name}`",
+        *(weak.get(s, "yes") for s in ("task", "domain", "class")),
+        yes(t.zero_forgetting),
+        yes(t.grows),
+        yes(t.needs_labels),
+        boundaries,
+        memory.removeprefix(" and "),
+        step,
+    ]
+    return f"| {' | '.join(cells)} |"

@@ -1,6 +1,6 @@
 """Everlearn: let a PyTorch model go on learning without forgetting."""
 
-from everlearn import curvature, growth, heads, metrics, nets, optim, results, sources, streams
+from everlearn import advice, curvature, growth, heads, metrics, nets, optim, results, sources, streams
 from everlearn.batch import Batch
 from everlearn.isolation import Isolation
 from everlearn.likelihood import Bernoulli, Categorical, Gaussian, Likelihood
@@ -68,6 +68,7 @@ __all__ = [
     "Stream",
     "Task",
     "Traits",
+    "advice",
     "allowed_classes",
     "curvature",
     "evaluate",
