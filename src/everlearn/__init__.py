@@ -1,6 +1,6 @@
 """Everlearn: let a PyTorch model go on learning without forgetting."""
 
-from everlearn import curvature, growth, heads, metrics, nets, optim, results, sources, streams
+from everlearn import advice, curvature, growth, heads, metrics, nets, optim, results, sources, streams
 from everlearn.batch import Batch
 from everlearn.isolation import Isolation
 from everlearn.likelihood import Bernoulli, Categorical, Gaussian, Likelihood
@@ -30,6 +30,7 @@ from everlearn.replay import Replay
 from everlearn.results import Result
 from everlearn.stream import Stream, Task, allowed_classes
 from everlearn.trainer import evaluate, run, train
+from everlearn.traits import Traits
 
 __all__ = [
     "AGEM",
@@ -66,6 +67,8 @@ __all__ = [
     "Result",
     "Stream",
     "Task",
+    "Traits",
+    "advice",
     "allowed_classes",
     "curvature",
     "evaluate",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
-from typing import Any, get_type_hints
+from typing import Any, ClassVar, get_type_hints
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -15,6 +15,8 @@ from everlearn.batch import Batch
 from everlearn.fields import check_field
 from everlearn.likelihood import Likelihood
 from everlearn.params import evaluating
+from everlearn.stream import SCENARIOS
+from everlearn.traits import Traits
 
 
 @dataclass(eq=False)
@@ -41,6 +43,16 @@ class Method:
     is not a field: tensors, numbers and dicts of them, set in ``__post_init__``; a leading underscore marks what is
     passing and not saved. A method never sees the trainer, the optimizer or the scenario.
     """
+
+    traits: ClassVar[Traits] = Traits(
+        family="reference",
+        pro="costs nothing",
+        con="does nothing against forgetting: the lower bound of every comparison",
+        step=1.0,
+        needs_labels=False,
+        without_boundaries={},
+        weak=dict.fromkeys(SCENARIOS, "does nothing against forgetting: the lower bound of every comparison"),
+    )
 
     _owes = False  # a penalty's gradient, since a loss that was taken without it
 

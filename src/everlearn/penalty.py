@@ -13,6 +13,8 @@ from everlearn.curvature.quadratic import FORMS, Form, Quadratic, total
 from everlearn.method import Method
 from everlearn.params import Params, check_finite, matching, named, named_with_frozen
 
+HELD = "holding parameters does not bring the outputs of old classes back up against new ones"
+
 
 @dataclass(eq=False)
 class QuadraticPenalty(Method):

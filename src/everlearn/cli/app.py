@@ -17,6 +17,7 @@ from cyclopts import App, CycloptsError, Parameter
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tqdm.auto import tqdm
 
+from everlearn.cli.advise import Answers, give_advice
 from everlearn.cli.names import UsageError, explain, look_up
 from everlearn.cli.plan import Cell, Plan, cells, read
 from everlearn.cli.reproduce import Reproduction
@@ -38,7 +39,8 @@ from everlearn.streams import STREAMS
 app = App(
     name="everlearn",
     help="Continual learning: let a model go on learning without forgetting.\n\n"
-    "Start with 'everlearn compare': every method on real handwritten digits, in all three scenarios.",
+    "Start with 'everlearn compare': every method on real handwritten digits, in all three scenarios. "
+    "'everlearn advise' asks a few questions and tells which methods fit.",
     version_flags=["--version"],
     result_action="return_value",
     suppress_keyboard_interrupt=False,  # start() says what is kept
@@ -86,6 +88,21 @@ def compare(*, options: Annotated[Comparison, Parameter(name="*")] = Comparison(
         print(overview(results))
         print(f"\nThe results are in {o.out}; 'everlearn report {o.out}' shows more of them.")
     return code
+
+
+@app.command
+def advise(*, answers: Annotated[Answers, Parameter(name="*")] = Answers()) -> int:  # noqa: B008
+    """Which method? From a few answers those that fit, best first, with our measured numbers, and why the others do not.
+
+    On a terminal you are asked what you leave out. Elsewhere what you leave out does not matter. A number of ours is quoted
+    with the published table whose protocol gave it; 'everlearn reproduce' runs it again.
+
+    For example: everlearn advise --scenario class --keep-data no --tasks 10
+
+    Args:
+        answers: What is known of your project.
+    """
+    return give_advice(answers)
 
 
 @app.command

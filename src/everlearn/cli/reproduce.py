@@ -135,7 +135,7 @@ def record(folder: Path, name: str, found: Sequence[tuple[Cell, Runs]]) -> None:
     with atomic.locked(path):  # two commands side by side are the way to use two cores
         kept = _kept_in(path)
         for cell, runs in found:
-            if both := {**_of(cell, kept), **runs}:
+            if both := {**kept_of(cell, kept), **runs}:
                 ordered = dict(sorted(both.items(), key=lambda run: int(run[0])))
                 kept[cell.name] = {"options": cell.options, "machine": machine(), "runs": ordered}
         atomic.write(path, (json.dumps(kept, indent=1, ensure_ascii=False) + "\n").encode())
@@ -145,7 +145,7 @@ def _kept_in(path: Path) -> dict[str, Any]:
     return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
 
 
-def _of(cell: Cell, kept: dict[str, Any]) -> Runs:
+def kept_of(cell: Cell, kept: dict[str, Any]) -> Runs:
     """The runs that are kept of a cell, if they were of its protocol as it is now."""
     before = kept.get(cell.name, {})
     return before["runs"] if before.get("options") == json.loads(json.dumps(cell.options)) else {}
@@ -169,7 +169,7 @@ def page(folder: Path) -> Path:
     for name in names():
         path, table = folder / f"{name}.json", read(name)
         kept = _kept_in(path)
-        found = [(c, _of(c, kept)) for c in cells(name)]
+        found = [(c, kept_of(c, kept)) for c in cells(name)]
         parts += _section(name, table, found, sorted({kept[c.name]["machine"] for c, runs in found if runs}))
     target = folder.with_suffix(".md")
     atomic.write(target, ("\n\n".join(parts) + "\n").encode())

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from everlearn.fields import Range
 from everlearn.params import wide
 from everlearn.replay import Replay, gradient_on
+from everlearn.traits import Traits
 
 
 @dataclass(eq=False)
@@ -27,6 +28,14 @@ class AGEM(Replay):
         capacity: how many examples are kept.
         size: how many make up the reference; None for as many as the current batch has.
     """
+
+    traits = Traits(
+        family="replay",
+        pro="takes no step that raises the average loss on old examples, to first order",
+        con="weak where new classes come; the promise is about the gradient, not the optimizer's step",
+        step=2.8,
+        keeps_examples=True,
+    )
 
     size: Annotated[int, Range(1)] | None = 256
     policy: Literal["reservoir", "balanced", "ring"] = field(default="ring", kw_only=True)

@@ -21,6 +21,7 @@ from everlearn.params import Params, named_with_frozen, unwrap
 from everlearn.seeds import derive
 from everlearn.splitting import Twins, key, outside
 from everlearn.stream import as_task
+from everlearn.traits import Traits
 from everlearn.watching import has_validation
 
 Share = Annotated[float, Range(0, 1)]
@@ -60,6 +61,17 @@ class DEN(Expanding):
         retrain: share for retraining.
         expand: share for expanding; what is left is for settling before and after the split, half each.
     """
+
+    traits = Traits(
+        family="growth",
+        pro="old weights learn, too, and what would be overwritten is copied",
+        con="forgets a little, and has five phases with as many numbers to choose",
+        step=1.9,
+        copies=(0.0, 0.05),
+        needs_task=True,
+        grows=True,
+        needs_labels=False,
+    )
 
     units: Some = 10
     threshold: NonNegative = 0.01

@@ -12,6 +12,7 @@ from everlearn.batch import Batch
 from everlearn.fields import NonNegative, Search
 from everlearn.params import wide
 from everlearn.replay import Replay, Rows, loss_on
+from everlearn.traits import Traits
 
 
 def _stored_outputs(out: Tensor, rows: Rows) -> Tensor:
@@ -37,6 +38,15 @@ class DER(Replay):
         size: how many are replayed at a step; by default as many as the current batch has.
         alpha: weight of the remembered outputs.
     """
+
+    traits = Traits(
+        family="replay",
+        pro="keeps what the model said, which at small capacities is worth more than labels",
+        con="holds outputs of classes it had not seen yet: take DER++ where new classes come",
+        step=2.1,
+        keeps_examples=True,
+        without_boundaries={},
+    )
 
     alpha: Annotated[NonNegative, Search(0.05, 5)] = 0.5
 
@@ -66,6 +76,15 @@ class DERpp(Replay):
         alpha: weight of the remembered outputs.
         beta: weight of the remembered labels.
     """
+
+    traits = Traits(
+        family="replay",
+        pro="keeps what the model said and what was right: strong at small capacities",
+        con="two more passes a step, and two weights to choose",
+        step=2.9,
+        keeps_examples=True,
+        without_boundaries={},
+    )
 
     alpha: Annotated[NonNegative, Search(0.05, 5)] = 0.5
     beta: Annotated[NonNegative, Search(0.05, 5)] = 0.5

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from everlearn.batch import Batch
 from everlearn.replay import Replay
+from everlearn.traits import Traits
 
 
 @dataclass(eq=False)
@@ -27,6 +28,15 @@ class ER(Replay):
         balance: whether every example counts alike, or every task does, and then only examples of earlier tasks are replayed
             (van de Ven et al., 2022).
     """
+
+    traits = Traits(
+        family="replay",
+        pro="simple, and works in all three scenarios, with boundaries or without",
+        con="learns the few examples it keeps by heart",
+        step=1.8,
+        keeps_examples=True,
+        without_boundaries={},
+    )
 
     balance: Literal["examples", "tasks"] = field(default="examples", kw_only=True)
 

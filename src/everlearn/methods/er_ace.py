@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from everlearn.batch import Batch
 from everlearn.likelihood import Categorical
 from everlearn.replay import Replay, loss_on
+from everlearn.traits import Traits
 
 
 @dataclass(eq=False)
@@ -25,6 +26,15 @@ class ERACE(Replay):
         capacity: how many examples are kept.
         size: how many are replayed at a step; by default as many as the current batch has.
     """
+
+    traits = Traits(
+        family="replay",
+        pro="as ER, and new classes do not push old ones down",
+        con="learns the few examples it keeps by heart",
+        step=2.1,
+        keeps_examples=True,
+        without_boundaries={},
+    )
 
     def task_loss(self, batch: Batch, out: Tensor) -> Tensor:
         """Cross-entropy over the classes that are in the batch."""

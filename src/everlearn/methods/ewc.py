@@ -13,7 +13,8 @@ from everlearn.curvature.kronecker import Kronecker
 from everlearn.curvature.quadratic import Form, Quadratic, total
 from everlearn.fields import NonNegative, Range, Search
 from everlearn.params import Params
-from everlearn.penalty import QuadraticPenalty
+from everlearn.penalty import HELD, QuadraticPenalty
+from everlearn.traits import Traits
 
 
 @dataclass(eq=False)
@@ -47,6 +48,16 @@ class EWC(QuadraticPenalty):
         examples: how many to take the Fisher information on, drawn at random (of ready-made batches the first); by default all.
         pairs: Kronecker products kept per layer.
     """
+
+    traits = Traits(
+        family="regularisation",
+        pro="any model, one line more in any loop, the same cost after any number of tasks",
+        con="very sensitive to its strength, and stiffer with every task",
+        step=1.1,
+        copies=(2.0,),
+        needs_labels=False,  # those of the Fisher information are the model's own
+        weak={"class": HELD},
+    )
 
     strength: Annotated[NonNegative | tuple[float, ...], Search(1, 1e10, late=True)] = 100.0
     mode: Literal["separate", "online"] = "separate"

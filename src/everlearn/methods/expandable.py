@@ -23,6 +23,7 @@ from everlearn.params import Params, check_finite, unwrap, wide
 from everlearn.replay import Replay, Rows
 from everlearn.seeds import derive, seeded
 from everlearn.stream import as_task
+from everlearn.traits import Traits
 
 CHUNK = 256  # examples per pass when a task has ended
 
@@ -52,6 +53,17 @@ class ExpandableRepresentation(Replay):
         temperature: its softmax's; what is learned is kept divided by it, so that outputs are those that were fitted.
         output: name of the output layer; by default the last ``nn.Linear``.
     """
+
+    traits = Traits(
+        family="growth",
+        pro="old features stay as they are, and far less is forgotten than by replay of the same memory",
+        con="a whole feature extractor more for every task, and examples besides",
+        step=3.4,
+        step_growth=0.8,
+        copies=(-1.0, 1.0),
+        keeps_examples=True,
+        grows=True,
+    )
 
     policy: Literal["herding", "balanced", "reservoir", "ring"] = field(default="herding", kw_only=True)  # type: ignore[assignment]
     auxiliary: NonNegative = field(default=1.0, kw_only=True)

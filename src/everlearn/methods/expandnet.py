@@ -14,6 +14,7 @@ from everlearn.fields import NonNegative, Range
 from everlearn.growth import check_precision
 from everlearn.seeds import derive
 from everlearn.stream import as_task
+from everlearn.traits import Traits
 
 Count = Annotated[int, Range(1)]
 
@@ -45,6 +46,19 @@ class ExpandNet(Expanding):
         sparsity: share of its first length that v would lose over a task if the loss did not hold it (c is that per step). Values
             that remove units, from about 1.5 on, cost accuracy; the default only shortens.
     """
+
+    traits = Traits(
+        family="growth",
+        pro="forgets nothing, and grows only where a task needs it",
+        con="a threshold to choose, in units of the loss",
+        step=2.0,
+        step_growth=0.1,
+        copies=(0.0, 0.1, 0.09),  # where every task takes all the units it may
+        needs_task=True,
+        zero_forgetting=True,
+        grows=True,
+        needs_labels=False,
+    )
 
     units: Count = 64
     threshold: NonNegative = 0.05

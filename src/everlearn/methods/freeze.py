@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from everlearn.heads import output_layer
 from everlearn.method import Method
 from everlearn.params import unwrap
+from everlearn.traits import Traits
 
 
 @dataclass(eq=False)
@@ -27,6 +28,19 @@ class Freeze(Method):
     Args:
         output: name of the output layer; by default the last ``nn.Linear``.
     """
+
+    traits = Traits(
+        family="reference",
+        pro="keeps nothing, and a step costs half a plain one",
+        con="later tasks must do with the first task's features",
+        step=0.5,
+        needs_labels=False,
+        weak={
+            "task": "later tasks must do with the first task's features: below fine-tuning on the digits",
+            "domain": "its one output layer learns on and forgets: below fine-tuning on the digits",
+            "class": "its one output layer learns on and forgets",
+        },
+    )
 
     output: str | None = None
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from everlearn.fields import NonNegative, Search
 from everlearn.params import wide
 from everlearn.replay import Replay, gradient_on
+from everlearn.traits import Traits
 
 
 @dataclass(eq=False)
@@ -30,6 +31,15 @@ class GEM(Replay):
         margin: γ; larger ones push more towards the old tasks.
         ridge: keeps the small quadratic programme well posed.
     """
+
+    traits = Traits(
+        family="replay",
+        pro="takes no step that raises the loss of any old task, to first order",
+        con="a gradient for every earlier task at every step",
+        step=3.9,
+        step_growth=0.7,
+        keeps_examples=True,
+    )
 
     margin: Annotated[NonNegative, Search(0, 1, log=False, late=True)] = 0.5
     ridge: NonNegative = 1e-3

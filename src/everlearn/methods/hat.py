@@ -18,6 +18,7 @@ from everlearn.params import Params, check_finite, named_with_frozen, unwrap, wi
 from everlearn.seeds import generator
 from everlearn.stream import Task, as_task
 from everlearn.tracing import Link, links, repeated, separate
+from everlearn.traits import Traits
 
 
 @dataclass(eq=False)
@@ -44,6 +45,16 @@ class HAT(Isolation):
         groups: which layer's units go where, instead of tracing; see ``everlearn.tracing.links``.
         output: name of the output layer; by default the last ``nn.Linear``.
     """
+
+    traits = Traits(
+        family="isolation",
+        pro="forgets nothing, and learns how much of the network a task needs",
+        con="needs enough steps for its gates to settle; what has no gate is locked after the first task",
+        step=1.2,
+        copies=(0.0, 0.01),
+        needs_task=True,
+        zero_forgetting=True,
+    )
 
     strength: Annotated[NonNegative, Search(0.05, 5)] = 0.75
     smax: Annotated[float, Range(1), Search(50, 800)] = 400.0

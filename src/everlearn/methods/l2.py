@@ -11,7 +11,8 @@ from torch import nn
 from everlearn.curvature.diagonal import Diagonal
 from everlearn.fields import NonNegative, Search
 from everlearn.params import named
-from everlearn.penalty import QuadraticPenalty
+from everlearn.penalty import HELD, QuadraticPenalty
+from everlearn.traits import Traits
 
 
 @dataclass(eq=False)
@@ -26,6 +27,16 @@ class L2(QuadraticPenalty):
     Args:
         strength: of the pull; 0 is fine-tuning.
     """
+
+    traits = Traits(
+        family="reference",
+        pro="any model, any loop, one field to set",
+        con="holds what does not matter as firmly as what does, and so learns less",
+        step=1.1,
+        copies=(2.0,),
+        needs_labels=False,
+        weak={"task": "holds what does not matter, too: no strength helped on the digits", "class": HELD},
+    )
 
     strength: Annotated[NonNegative, Search(1e-4, 1e3, late=True)] = 0.1
 

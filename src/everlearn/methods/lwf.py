@@ -16,6 +16,7 @@ from everlearn.likelihood import Categorical, Likelihood
 from everlearn.method import Method
 from everlearn.params import unwrap
 from everlearn.teacher import answer, check_known, questions, remember, softened_kl, with_task
+from everlearn.traits import Traits
 
 
 @dataclass(eq=False)
@@ -40,6 +41,19 @@ class LwF(Method):
             no new outputs there is nothing to warm up.
         output: name of the output layer, for the warm-up; by default the last ``nn.Linear``.
     """
+
+    traits = Traits(
+        family="regularisation",
+        pro="nothing of old tasks is kept but the model itself, and strong where tasks have outputs of their own",
+        con="works as far as new inputs resemble old ones",
+        step=1.6,
+        copies=(2.0,),
+        needs_labels=False,
+        weak={
+            "domain": "where tasks share outputs, a teacher that is sure keeps the model from learning",
+            "class": "what it distils on new inputs does not bring the outputs of old classes back up",
+        },
+    )
 
     strength: Annotated[NonNegative, Search(1e-2, 100, late=True)] = 1.0
     temperature: Annotated[float, Range(1e-3), Search(0.5, 10, late=True)] = 2.0

@@ -11,7 +11,8 @@ from everlearn.curvature.quadratic import Form
 from everlearn.curvature.sensitivity import Norm, sensitivity
 from everlearn.fields import NonNegative, Range, Search
 from everlearn.params import Params
-from everlearn.penalty import QuadraticPenalty
+from everlearn.penalty import HELD, QuadraticPenalty
+from everlearn.traits import Traits
 
 
 @dataclass(eq=False)
@@ -34,6 +35,16 @@ class MAS(QuadraticPenalty):
             every layer's own output for f (Hebb's rule).
         decay: of earlier importances; 1 sums them, 0 keeps the last task's alone.
     """
+
+    traits = Traits(
+        family="regularisation",
+        pro="can be consolidated on whatever inputs the model sees in use",
+        con="sensitive to its strength and to the scale of the outputs",
+        step=1.1,
+        copies=(2.0,),
+        needs_labels=False,
+        weak={"class": HELD},
+    )
 
     strength: Annotated[NonNegative, Search(1e-3, 1e4, late=True)] = 0.1
     norm: Norm = "squared"

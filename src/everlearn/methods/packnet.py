@@ -12,6 +12,7 @@ from everlearn.fields import Range, Search
 from everlearn.isolation import Isolation, call, filled, kept, remembered_state
 from everlearn.locks import Locks
 from everlearn.params import Params, check_finite, named_with_frozen, unwrap
+from everlearn.traits import Traits
 
 Share = Annotated[float, Range(0, 0.999)]
 
@@ -38,6 +39,16 @@ class PackNet(Isolation):
         rest: biases, norms and embeddings: "frozen" after the first task, as in the paper, or each task's "own".
         output: name of the output layer; by default the last ``nn.Linear``.
     """
+
+    traits = Traits(
+        family="isolation",
+        pro="forgets nothing, in one network of constant size",
+        con="every task takes weights, and some day none are left",
+        step=1.0,
+        copies=(0.25, 0.01),
+        needs_task=True,
+        zero_forgetting=True,
+    )
 
     prune: Annotated[Share, Search(0.3, 0.9, log=False)] = 0.75
     first: Share = 0.5

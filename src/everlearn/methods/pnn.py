@@ -14,6 +14,7 @@ from everlearn.columns import Tower, follow, key, leads, lent, plain, take_notes
 from everlearn.isolation import Isolation, filled
 from everlearn.params import Params, check_finite, unwrap
 from everlearn.seeds import derive, seeded
+from everlearn.traits import Traits
 
 
 @dataclass(eq=False)
@@ -35,6 +36,18 @@ class PNN(Isolation):
         factory: makes a fresh model, without arguments; by default each layer's ``reset_parameters`` does, and what has none
             starts where the first task did. Frozen parameters keep their values.
     """
+
+    traits = Traits(
+        family="isolation",
+        pro="forgets nothing, and late tasks learn as well as early ones",
+        con="memory and time grow with every task",
+        step=4.3,
+        step_growth=1.9,
+        copies=(0.0, 1.0, 0.33),
+        needs_task=True,
+        zero_forgetting=True,
+        grows=True,
+    )
 
     laterals: Literal["adapter", "linear", "none"] = "adapter"
     factory: Callable[[], nn.Module] | None = None

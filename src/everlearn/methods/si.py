@@ -12,7 +12,8 @@ from everlearn.batch import Batch
 from everlearn.curvature.diagonal import Diagonal, grown_sum, on
 from everlearn.fields import NonNegative, Range, Search
 from everlearn.params import Params, check_finite, corner, grown, matching, named, named_with_frozen, wide
-from everlearn.penalty import QuadraticPenalty
+from everlearn.penalty import HELD, QuadraticPenalty
+from everlearn.traits import Traits
 
 
 @dataclass(eq=False)
@@ -33,6 +34,16 @@ class SI(QuadraticPenalty):
         damping: ξ, keeps the importance of a parameter that has hardly moved finite.
         consolidate_every: consolidate after so many steps instead of at the end of a task: no boundaries are needed.
     """
+
+    traits = Traits(
+        family="regularisation",
+        pro="gathers importances while it learns: no pass over the data at the end of a task",
+        con="three copies of the model, and importances that small batches make noisy",
+        step=1.2,
+        copies=(3.0,),
+        without_boundaries={"consolidate_every": 100},
+        weak={"class": HELD},
+    )
 
     strength: Annotated[NonNegative, Search(1e-2, 1e5, late=True)] = 10.0
     damping: Annotated[float, Range(1e-12), Search(1e-4, 1, late=True)] = 0.1
