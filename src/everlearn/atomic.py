@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import os
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import torch
 
 
 def write(path: Path, content: bytes) -> None:
@@ -23,6 +27,13 @@ def write(path: Path, content: bytes) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def save(state: Any, path: Path) -> Path:
+    """Write tensors, numbers and dicts of them, for ``torch.load(path, weights_only=True)``, whole or not at all."""
+    torch.save(state, content := io.BytesIO())
+    write(path, content.getvalue())
+    return path
 
 
 @contextmanager

