@@ -1,5 +1,5 @@
 # The checks that CI runs; `make check` before every push.
-.PHONY: check lint types test benchmarks
+.PHONY: check lint types test docs benchmarks
 
 check: lint types test
 
@@ -12,6 +12,10 @@ types:
 
 test:
 	python -m pytest
+
+docs:
+	sphinx-build -W --keep-going -n -q docs build/docs
+	@echo "Open build/docs/index.html"
 
 benchmarks:
 	python benchmarks/overhead.py

@@ -180,5 +180,11 @@ def test_iterations_take_no_batch_too_many():
 
 
 def test_strange_batches_are_refused():
-    with pytest.raises(TypeError, match=r"must be a pair \(x, y\), got a dict"):
-        list(Task([{"x": X}]).batches(4))
+    with pytest.raises(TypeError, match=r"must be a pair \(x, y\) or a dict with labels, got a set"):
+        list(Task([{1, 2}]).batches(4))
+
+
+def test_a_dict_has_its_labels_among_its_tensors():
+    batch, unlabelled = Task([{"a": X, "labels": Y}, {"a": X}]).batches(4)
+    assert torch.equal(batch.x["a"], X) and torch.equal(batch.y, Y) and set(batch.x) == {"a"}
+    assert unlabelled.y is None

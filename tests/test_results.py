@@ -57,6 +57,12 @@ def test_another_run_is_done(change, tmp_path, small_net, small_stream):
     assert len(results.load(tmp_path)) == (1 if change == "force" else 2)
 
 
+def test_a_result_just_made_is_the_one_read_back(tmp_path, small_net, small_stream):
+    made = run(small_net, L2(), small_stream(), out=tmp_path)
+    (read,) = results.load(tmp_path)
+    assert made.config == read.config
+
+
 def test_the_facts_are_recorded(tmp_path, small_net, small_stream):
     run(small_net, L2(2.0), small_stream(), out=tmp_path, epochs=2, seed=3)
     (path,) = results.files(tmp_path)

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 @dataclass(frozen=True)
 class Range:
-    """What a numeric field may be, both ends included; written beside the field: ``Annotated[float, Range(0, 1)]``."""
+    """What a numeric field may be, both ends included; written beside its type, in ``Annotated``."""
 
     low: float
     high: float = float("inf")

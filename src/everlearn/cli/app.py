@@ -115,7 +115,7 @@ def run(
 ) -> int:
     """Run methods on streams: streams × scenarios × methods × seeds, one result file each.
 
-    For example: everlearn run --scenario all --methods finetune,l2,l2+freeze,joint --set l2.strength=0.1 --seeds 5
+    For example: ``everlearn run --scenario all --methods finetune,l2,l2+freeze,joint --set l2.strength=0.1 --seeds 5``
 
     Args:
         config: A YAML file with the options below as keys; options given on the command line win.

@@ -32,7 +32,7 @@ class Reproduction(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    cells: str = Field("*", description="Cells as ROW/COLUMN, separated by commas; 'SI/*' takes a row.")
+    cells: str = Field("*", description="Cells as ROW/COLUMN, separated by commas; ``SI/*`` takes a row.")
     seeds: int = Field(3, ge=1, description="How many seeds, counted from 0.")
     force: bool = Field(False, description="Run again what is there already.")
     quick: bool = Field(False, description="A few steps and one seed, to see that all runs: not the protocol.")

@@ -31,8 +31,8 @@ class MAS(QuadraticPenalty):
 
     Args:
         strength: λ; 0 is fine-tuning.
-        norm: "squared" as above; "vector" sums |∂ f_c(x) / ∂θᵢ| over the outputs c, a backward pass each; "local" takes
-            every layer's own output for f (Hebb's rule).
+        norm: "squared" as above; "vector" sums ``|∂ f_c(x) / ∂θᵢ|`` over the outputs c, a backward pass each; "local"
+            takes every layer's own output for f (Hebb's rule).
         decay: of earlier importances; 1 sums them, 0 keeps the last task's alone.
     """
 

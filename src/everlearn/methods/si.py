@@ -150,7 +150,7 @@ class SI(QuadraticPenalty):
 
     @property
     def omega(self) -> Diagonal:
-        """Ω, times twice the strength: the quadratic has a ½, the penalty has not."""
+        """Ω times twice the strength, because the quadratic has a ½ and the penalty has none."""
         if not isinstance(self.bowl.form, Diagonal):
             raise TypeError("SI holds importances per parameter: hand it a Diagonal.")
         return self.bowl.form

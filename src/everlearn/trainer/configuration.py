@@ -55,7 +55,11 @@ def configuration(
     settings = {f.name: getattr(training, f.name) for f in fields(training) if f.name not in ("seed", "progress")}
     settings |= {"scheduler": _name(training.scheduler), "epochs": None if training.iterations else training.epochs}
     made = optimizer(list(model.parameters()))
-    groups = [{k: v for k, v in group.items() if k != "params"} for group in made.param_groups]
+    groups = [
+        # Lists, as JSON has them: a table must not tell a result just made from one read back.
+        {k: list(v) if isinstance(v, tuple) else v for k, v in group.items() if isinstance(v, (int, float, tuple))}
+        for group in made.param_groups
+    ]
     return {
         "stream": {"name": stream.name, **stream.settings, "tasks": len(stream.exams)},
         "scenario": stream.scenario,
@@ -68,7 +72,7 @@ def configuration(
             "keep_optimizer": keep_optimizer,
             "split": split,
             "optimizer": type(made).__name__,
-            "groups": [{k: v for k, v in group.items() if isinstance(v, (int, float, tuple))} for group in groups],
+            "groups": groups,
         },
         "seed": training.seed,
         "everlearn": version(),
