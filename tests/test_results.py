@@ -6,6 +6,8 @@ import torch
 
 import everlearn
 from everlearn import L2, Gaussian, Method, Result, atomic, nets, results, run, streams
+from everlearn.report.html import html
+from everlearn.report.table import table
 
 CONFIG = {"method": "L2", "fingerprints": {}, "stream": {"name": "digits"}, "scenario": "class", "seed": 0}
 
@@ -21,6 +23,13 @@ def test_round_trip(tmp_path):
     assert (loaded.accuracy == result().accuracy).all() and loaded.config == CONFIG
     assert loaded.forgetting == pytest.approx(0.6) and loaded.forward_transfer == pytest.approx(0.0)
     assert str(loaded) == "L2 (digits, class-incremental, seed 0): average accuracy 60.0 %, forgetting 60.0 %, 1.5 s"
+
+
+def test_what_nobody_measured_stays_unknown(tmp_path):
+    some = Result(np.array([[1.0, np.nan], [0.4, 0.8]]), CONFIG, [], {})
+    loaded = Result.load(some.save(tmp_path))
+    assert np.isnan(loaded.accuracy[0, 1]) and loaded.forgetting == 0.6 and "60.0" in table([loaded])
+    assert '"matrix":[[1.0,null],[0.4,0.8]]' in html([loaded])
 
 
 def test_every_configuration_has_its_own_file(tmp_path):
@@ -186,3 +195,16 @@ def test_a_broken_write_leaves_the_old_file_and_no_part(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="disk full"):
         atomic.write(path, b"new")
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+
+
+def test_one_process_at_a_time(tmp_path):
+    with atomic.alone(tmp_path / "lock") as first, atomic.alone(tmp_path / "lock") as second:
+        assert first and not second
+    with atomic.alone(tmp_path / "lock") as third:
+        assert third
+
+
+def test_permissions(tmp_path):
+    atomic.write(tmp_path / "secret", b"", mode=0o600)
+    atomic.write(tmp_path / "open", b"")
+    assert [(tmp_path / name).stat().st_mode & 0o777 for name in ("secret", "open")] == [0o600, 0o644]

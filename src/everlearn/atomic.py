@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 
-def write(path: Path, content: bytes) -> None:
+def write(path: Path, content: bytes, mode: int = 0o644) -> None:
     """Write a file so that a killed process leaves the old one or the new one, never a part."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -22,7 +23,7 @@ def write(path: Path, content: bytes) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)  # mkstemp's 0600 would hide results from colleagues
+        os.chmod(temporary, mode)  # mkstemp's 0600 would hide results from colleagues
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
@@ -60,6 +61,35 @@ def locked(path: Path, stale: float = 60.0) -> Iterator[None]:
         yield
     finally:
         lock.unlink(missing_ok=True)
+
+
+@contextmanager
+def alone(path: Path) -> Iterator[bool]:
+    """Inside, True where no other process is inside for the same file, however long that takes; False at once where one is.
+
+    The system frees such a lock when its process ends, in whatever way.
+
+    Args:
+        path: a file to lock, made if missing, and left there.
+    """
+    with path.open("ab") as file:
+        try:
+            _lock(file.fileno())
+        except OSError:
+            yield False
+            return
+        yield True  # closing the file frees it
+
+
+def _lock(handle: int) -> None:
+    if sys.platform == "win32":
+        import msvcrt
+
+        msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
+    else:
+        import fcntl
+
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def writable_folder(folder: str | os.PathLike[str]) -> Path:

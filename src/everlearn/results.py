@@ -28,7 +28,7 @@ class Result:
     """One run: what was measured, what it cost, and everything needed to do it again.
 
     Args:
-        accuracy: [i, j], on task j after learning task i; the future tasks too.
+        accuracy: [i, j], on task j after learning task i; the future tasks too; nan where nobody measured.
         config: stream, scenario, method, model, training and seed.
         initial: accuracy of the untrained model on each task.
         cost: seconds by purpose, peak memory, and per learned task parameters, bytes of method state, and what the method
@@ -98,16 +98,20 @@ class Result:
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Write the result into a folder, under the name its configuration gives it."""
         path = atomic.writable_folder(folder) / file_name(self.config)
+        atomic.write(path, self.packed())
+        return path
+
+    def packed(self) -> bytes:
+        """The file's bytes."""
         content = {
             "format": FORMAT,
             "config": self.config,
-            "accuracy": self.accuracy.tolist(),
+            "accuracy": [[None if np.isnan(v) else v for v in row] for row in self.accuracy.tolist()],
             "initial": self.initial,
             "cost": self.cost,
             "made": self.made,
         }
-        atomic.write(path, json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False).encode())
-        return path
+        return json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False).encode()
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Result:

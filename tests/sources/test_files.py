@@ -112,6 +112,7 @@ def test_data_are_a_pair_that_can_be_sent_to_another_process(signed):
     assert isinstance(data, tuple) and len(data) == 2
     again = pickle.loads(pickle.dumps(data))
     assert torch.equal(again[1][0], data[1][0]) and again.names == data.names == list("0123456789")
+    assert vars(again).keys() == vars(data).keys() == {"names", "groups", "times", "features"}
 
 
 def test_unknown_names_are_answered_with_the_nearest():

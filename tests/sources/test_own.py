@@ -191,6 +191,13 @@ class TestTable:
         (tmp_path / "a.csv").write_text("a,b\n0,99999999999999999999\n1,3\n")
         assert table(tmp_path / "a.csv", target="a")[0][0].max() == np.float32(1e20)
 
+    def test_columns_by_name(self, tmp_path):
+        (tmp_path / "t.csv").write_text("a,y,b\n1,0,3\n2,1,4\n5,0,6\n")
+        data = table(tmp_path / "t.csv", target="y")
+        assert data.features == ["a", "b"] == data.copy().features
+        chosen = table(tmp_path / "t.csv", target="y", features=["b"])
+        assert chosen.features == ["b"] and chosen[0][0].tolist() == [[3.0], [4.0]]
+
     def test_the_target_is_not_learned_from(self, tmp_path):
         with pytest.raises(ValueError, match="'kind' is what is to be predicted"):
             table(write_csv(tmp_path / "a.csv"), target="kind", features=["width", "kind"])

@@ -22,6 +22,7 @@ class Data(tuple[Pair, Pair]):
         names: of the classes, by their number; empty where nobody named them.
         groups: the classes that belong together, by the name of the group (a domain, an alphabet).
         times: for every training and every test example, which period it is from (drifting data only).
+        features: the names of the columns that the inputs are made of (tables only).
 
     >>> data = Data((torch.zeros(4, 2), torch.arange(4)), (torch.zeros(1, 2), torch.zeros(1)), names=list("abcd"))
     >>> (x, y), (x_test, y_test) = data
@@ -32,6 +33,7 @@ class Data(tuple[Pair, Pair]):
     names: list[str]
     groups: dict[str, list[int]]
     times: tuple[Tensor, Tensor] | None
+    features: list[str]
 
     def __new__(
         cls,
@@ -41,6 +43,7 @@ class Data(tuple[Pair, Pair]):
         names: Iterable[str] = (),
         groups: Mapping[str, Sequence[int]] | None = None,
         times: tuple[Tensor, Tensor] | None = None,
+        features: Iterable[str] = (),
     ) -> Self:
         """A tuple is made here, before there is anything to initialise."""
         _must_match(*train)
@@ -48,18 +51,18 @@ class Data(tuple[Pair, Pair]):
         self = super().__new__(cls, (train, test))
         self.names = [str(name) for name in names]
         self.groups = {group: list(classes) for group, classes in (groups or {}).items()}
-        self.times = times
+        self.times, self.features = times, list(features)
         return self
 
     def __getnewargs_ex__(self) -> tuple[tuple[Pair, Pair], dict[str, Any]]:
-        return (self[0], self[1]), {"names": self.names, "groups": self.groups, "times": self.times}
+        return (self[0], self[1]), dict(vars(self))
 
     def copy(self) -> Data:
         """A copy of its own whose images are numbers from 0 to 1."""
         (x, y), (x_test, y_test) = self
         times = None if self.times is None else (self.times[0].clone(), self.times[1].clone())
         train, test = (_own(x), y.clone()), (_own(x_test), y_test.clone())
-        return Data(train, test, names=self.names, groups=self.groups, times=times)
+        return Data(train, test, names=self.names, groups=self.groups, times=times, features=self.features)
 
 
 def _own(x: Any) -> Any:
@@ -75,6 +78,7 @@ def hold_back(
     *,
     names: Iterable[str] = (),
     groups: Mapping[str, Sequence[int]] | None = None,
+    features: Iterable[str] = (),
 ) -> Data:
     """Data without a published test set, cut in two: of each class, examples at equal distances are for tests.
 
@@ -92,7 +96,8 @@ def hold_back(
         if test[same := first[y == label]].all():  # its images are all another class's, too: one must be learned from
             test[same[0]] = False
     test = test[first]
-    return Data((_some(x, ~test), y[~test]), (_some(x, test), y[test]), names=names, groups=groups)
+    train, held = (_some(x, ~test), y[~test]), (_some(x, test), y[test])
+    return Data(train, held, names=names, groups=groups, features=features)
 
 
 def _first(x: Any) -> Tensor:

@@ -45,7 +45,7 @@ def table(path: str | Path, *, target: str, features: Sequence[str] | None = Non
     if columns[target].dtype.kind == "f":
         _numbers(path, target, columns[target])
     y, names = numbered(columns[target])
-    return hold_back(torch.from_numpy(x), y, test, names=names)
+    return hold_back(torch.from_numpy(x), y, test, names=names, features=own)
 
 
 def _csv(path: Path) -> Columns:
