@@ -31,6 +31,7 @@ from everlearn.results import Result
 from everlearn.stream import Stream, Task, allowed_classes
 from everlearn.trainer import evaluate, run, train
 from everlearn.traits import Traits
+from everlearn.updating import update
 
 __all__ = [
     "AGEM",
@@ -82,4 +83,5 @@ __all__ = [
     "sources",
     "streams",
     "train",
+    "update",
 ]

@@ -25,6 +25,7 @@ from everlearn.cli.reproduce import reproduce as reproduction
 from everlearn.cli.tables import names as table_names
 from everlearn.cli.tables import read as read_table
 from everlearn.cli.tune import Tuning, tuned
+from everlearn.cli.update import Updating, give_update
 from everlearn.cli.workers import outcomes
 from everlearn.method import Method
 from everlearn.methods import METHODS
@@ -172,6 +173,23 @@ def tune(
         torch.set_num_threads(plan.threads)
     tuned(plan, tuning)
     return 0
+
+
+@app.command
+def update(*, options: Annotated[Updating, Parameter(name="*")]) -> int:
+    """Teach a deployed model new data, and replace it only if it has not forgotten too much of the old.
+
+    For example: everlearn update --model shop.models:make_model --weights model.safetensors --state state --data new.parquet --method er
+
+    The state folder holds what the method has learned and an exam of every update. The first update is told of the skills
+    that the model has by --old. Exit codes: 0 accepted, 3 refused because old accuracy has fallen by more than the tolerance and
+    nothing was replaced, 1 something failed, 2 asked wrongly. A killed process leaves model and state of before or of
+    after; the same command goes on.
+
+    Args:
+        options: The model, the data, the method, and by how much old accuracy may fall.
+    """
+    return give_update(options)
 
 
 @app.command

@@ -1,0 +1,107 @@
+"""Learning new data with what is known of the old: the part of an update that changes a model."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from everlearn.heads import grow_output
+from everlearn.method import Chain, Method
+from everlearn.params import evaluating
+from everlearn.seeds import derive, seeded
+from everlearn.stream import Task
+from everlearn.trainer.training import OptimizerFactory, Trained, Training, device_of, train
+from everlearn.traits import traits_of
+
+Pair = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class How:
+    """How a model is trained.
+
+    Args:
+        training: epochs, batch size, seed and the like.
+        optimizer: a function of the parameters that makes one.
+        output: name of the output layer, which grows with new classes; by default the last ``nn.Linear``.
+    """
+
+    training: Training
+    optimizer: OptimizerFactory
+    output: str | None
+
+
+def parts(method: Method) -> Sequence[Method]:
+    """The methods of a chain, or the one that there is."""
+    return method.methods if isinstance(method, Chain) else [method]
+
+
+def check_method(method: Method) -> None:
+    """Refuse what cannot be deployed as weights alone."""
+    if not isinstance(method, Method):
+        raise TypeError(f"method must be a method such as EWC() or ER(), got {method!r}.")
+    if own := [type(m).__name__ for m in parts(method) if m.changes("predict")]:
+        raise ValueError(
+            f"{' and '.join(own)} answers with more than the model's weights (a sub-network per task, columns, gates), so the deployed "
+            "file alone would be another model: choose one whose knowledge is in the weights, such as EWC, MAS, LwF, ER or DERpp."
+        )
+
+
+def remember(model: nn.Module, method: Method, pair: Pair, how: How) -> None:
+    """Let a method know skills that the model had before it: what it would have kept, had it been there when they were learned."""
+    for m in parts(method):
+        traits = traits_of(type(m))
+        if traits is not None and traits.needs_labels and not traits.keeps_examples:
+            raise ValueError(
+                f"{type(m).__name__} gathers what matters while it learns, and cannot be told afterwards from old data: choose another "
+                "method, such as EWC, MAS or ER, or leave the old data out."
+            )
+    task = Task(pair, id=0, name="the old data")
+    method.begin_task(model, task)
+    device = device_of(model)
+    with torch.no_grad(), evaluating(model):
+        for batch in task.batches(how.training.batch_size, seed=how.training.seed):
+            here = batch.to(device)
+            method.observe(here, model(here.x))
+    method.end_task(model, task)
+
+
+def learn(model: nn.Module, method: Method, pair: Pair, number: int, outputs: int | None, how: How) -> Trained:
+    """Learn the data of an update in place; random numbers are its own, and the caller's stay as they were.
+
+    Args:
+        model: trained in place.
+        method: what protects the old skills; it learns too.
+        pair: inputs and labels.
+        number: of the update, which is the number of its task.
+        outputs: how many are needed, where the output layer must grow.
+        how: to train.
+    """
+    with seeded(derive(how.training.seed, "update", number), device_of(model)):
+        if outputs is not None:
+            grow_output(model, outputs, how.output)
+        t = how.training
+        return train(
+            model, method, Task(pair, id=number, name=f"update {number}"), optimizer=how.optimizer, epochs=t.epochs,
+            iterations=t.iterations, batch_size=t.batch_size, seed=t.seed, scheduler=t.scheduler, clip=t.clip,
+            accumulate=t.accumulate, precision=t.precision, progress=t.progress,
+        )  # fmt: skip
+
+
+def packed(method: Method) -> bytes:
+    """A method's state as a file that ``torch.load(weights_only=True)`` reads."""
+    torch.save(copy.deepcopy(method.state_dict()), file := io.BytesIO())
+    return file.getvalue()
+
+
+def unpack(method: Method, content: bytes, device: torch.device) -> None:
+    """Give a method the state of such a file, for a model on this device."""
+    where = "cpu" if device.type == "cpu" else None  # what was saved on a GPU is needed there, or here
+    state: dict[str, Any] = torch.load(io.BytesIO(content), where, weights_only=True)
+    method.load_state_dict(state)

@@ -1,0 +1,130 @@
+"""What came of an update: the verdict, the numbers behind it, as text and as a result."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated, get_type_hints
+
+import numpy as np
+
+from everlearn.fields import NonNegative, Range, check_field
+from everlearn.metrics import Matrix
+from everlearn.report.table import columns
+from everlearn.results import Result
+from everlearn.updating.exams import GIVEN, Exam
+
+Scores = dict[int, float]  # the share of right answers, by the number of the exam
+History = Mapping[int, Scores]  # after each update, by its number
+
+
+@dataclass(frozen=True)
+class Rules:
+    """When an update is accepted, and what is kept of it; ``update`` documents the fields."""
+
+    tolerance: NonNegative = 2.0
+    each: bool = False
+    exam: float = 0.2
+    keep: Annotated[int, Range(0)] = 1000
+    versions: Annotated[int, Range(1)] = 5
+
+    def __post_init__(self) -> None:
+        for name, hint in get_type_hints(type(self), include_extras=True).items():
+            check_field(name, getattr(self, name), hint)
+        if not 0 < self.exam < 1:
+            raise ValueError(f"exam: got {self.exam!r}, allowed: a share between 0 and 1; keep=0 keeps no examples.")
+
+    def fall(self, before: Scores, after: Scores, old: Sequence[int]) -> float | None:
+        """By how many points old accuracy has fallen: the mean over the old exams, or the worst; None where there are none.
+
+        >>> Rules().fall({0: 0.9, 1: 0.8}, {0: 0.9, 1: 0.7}, [0, 1])
+        5.0
+        """
+        falls = [100 * (before[n] - after[n]) for n in old]
+        if not falls:
+            return None
+        return round(max(falls) if self.each else fmean(falls), 9) + 0.0
+
+
+@dataclass(eq=False, repr=False)
+class Update:
+    """What came of an update; printed, it is the report.
+
+    Args:
+        number: of the update.
+        method: what protected the old skills.
+        accepted: whether the new model stands; False where old accuracy has fallen too far, and nothing was replaced.
+        new: False where these data had been learned before, so that there was nothing to do.
+        exams: what was measured on.
+        learned: the share of right answers just after each exam's own data were learned, by the number of the exam; 0 is
+            that of the skills before the first update.
+        before: the same of the model before this update.
+        after: the same of the new model.
+        fall: by how many points old accuracy has fallen; None where there was no old exam.
+        rules: by which it was judged.
+        notes: what else should be known.
+        place: the folder of the report; None where nothing was written.
+        result: all updates as one result, with the accuracy matrix.
+    """
+
+    number: int
+    method: str
+    accepted: bool = True
+    new: bool = True
+    exams: list[Exam] = field(default_factory=list)
+    learned: Scores = field(default_factory=dict)
+    before: Scores = field(default_factory=dict)
+    after: Scores = field(default_factory=dict)
+    fall: float | None = None
+    rules: Rules = field(default_factory=Rules)
+    notes: list[str] = field(default_factory=list)
+    place: Path | None = None
+    result: Result | None = None
+
+    @property
+    def old(self) -> list[int]:
+        """The numbers of the exams of old skills."""
+        return [exam.number for exam in self.exams if exam.number != self.number]
+
+    def __str__(self) -> str:
+        if not self.new:
+            return "\n".join(self.notes)
+        verdict = "accepted" if self.accepted else "refused, nothing is replaced"
+        head = f"Update {self.number} with {self.method}: {verdict}."
+        return "\n".join([head, "", self._table(), "", self._verdict(), *self.notes])
+
+    __repr__ = __str__
+
+    def _table(self) -> str:
+        rows = [["accuracy in %", "examples", "learned", "before", "after"]]
+        for exam in self.exams:
+            known = [scores.get(exam.number) for scores in (self.learned, self.before, self.after)]
+            rows.append([str(exam), f"{len(exam):,}", *("–" if v is None else f"{100 * v:.1f}" for v in known)])
+        return columns(rows)
+
+    def _verdict(self) -> str:
+        if self.fall is None:
+            return "Old accuracy was not measured: there is no exam of old skills yet."
+        then, now = (100 * fmean(scores[n] for n in self.old) for scores in (self.before, self.after))
+        moved = f"{abs(self.fall):.1f} points {'less' if self.fall > 0 else 'more'}" if self.fall else "no change"
+        what = "in the exam that lost most" if self.rules.each else "on average"
+        return f"Old accuracy {then:.1f} → {now:.1f}, {what} {moved}; {self.rules.tolerance:g} less are allowed."
+
+
+def with_this(history: History, update: Update) -> dict[int, Scores]:
+    """The history with this update; what was measured before it belongs to the one before."""
+    last, own = update.number - 1, {n: v for n, v in update.before.items() if n != GIVEN}
+    after = {n: v for n, v in update.after.items() if n != GIVEN}
+    return {**history, last: {**history.get(last, {}), **own}, update.number: after}
+
+
+def matrix(history: History, update: Update) -> Matrix:
+    """A row after each update, a column for each exam, as far as there is one; nan where nobody measured."""
+    numbers = [exam.number for exam in update.exams if exam.number != GIVEN]
+    rows = [history.get(n, {}) for n in numbers]
+    if len(numbers) == 1 and GIVEN in update.before:  # of old skills there is only what was brought along today
+        numbers, rows = [GIVEN, *numbers], [update.before, update.after]
+    return np.array([[row.get(n, math.nan) for n in numbers] for row in rows], dtype=np.float64)

@@ -1,0 +1,177 @@
+"""The state folder: a numbered folder per accepted update, and one file that says which of them counts."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from everlearn import atomic
+from everlearn.updating.weights import digest
+
+FORMAT = 1
+POINTER, FACTS, REFUSED, LOCK = "current.json", "facts.json", "refused", ".lock"
+CURE = "put it back from a copy, or start anew with an empty state folder"
+
+
+@dataclass(frozen=True)
+class Version:
+    """One update's folder, written whole and never changed.
+
+    Args:
+        folder: where it lies.
+        number: of the update; 0 is the model as it was deployed first.
+        facts: what was learned how, and the digest of every other file.
+    """
+
+    folder: Path
+    number: int
+    facts: dict[str, Any]
+
+    def read(self, name: str) -> bytes:
+        """One of its files, if it is the one that was written."""
+        content = _bytes(self.folder / name)
+        if digest(content) != self.facts["files"].get(name):
+            raise ValueError(f"{self.folder / name} is not the file that was written there: {CURE}.")
+        return content
+
+
+class State:
+    """A folder of versions; a killed process leaves the version before or the one after.
+
+    Versions are written beside each other; replacing the pointer, one small file, is what makes a new one count. Whatever
+    folder the pointer does not reach is left over from an update that was stopped.
+
+    Args:
+        folder: made when something is written.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """One update at a time."""
+        self._must_be_ours()
+        atomic.writable_folder(self.folder)
+        with atomic.alone(self.folder / LOCK) as free:
+            if not free:
+                raise OSError(f"Another update is under way in {self.folder}: wait until it has ended.")
+            yield
+
+    def current(self) -> Version | None:
+        """The version that counts; None before the first update."""
+        self._must_be_ours()
+        if not (self.folder / POINTER).exists():
+            return None
+        pointer = _json(self.folder / POINTER, _bytes(self.folder / POINTER))
+        if pointer.get("format") != FORMAT or not {"version", "facts"} <= pointer.keys():
+            raise ValueError(f"{self.folder / POINTER} is not of this version of Everlearn, or damaged: {CURE}.")
+        folder = self.place(pointer["version"])
+        content = _bytes(folder / FACTS)
+        if digest(content) != pointer["facts"]:
+            raise ValueError(f"{folder / FACTS} is not the file that was written there: {CURE}.")
+        return Version(folder, pointer["version"], _json(folder / FACTS, content))
+
+    def place(self, number: int) -> Path:
+        """The folder of a version."""
+        return self.folder / f"update-{number:04d}"
+
+    def clean(self, current: Version | None) -> None:
+        """Take away what an update that was stopped has left."""
+        last = -1 if current is None else current.number
+        for number, folder in self._versions():
+            if number > last:
+                shutil.rmtree(folder)
+        for file in self.folder.glob(f".{POINTER}.*"):
+            file.unlink(missing_ok=True)
+
+    def write(self, number: int, files: Mapping[str, bytes | Path], facts: Mapping[str, Any]) -> Version:
+        """A version whole, which does not count yet; a path stands for a file that an earlier version has."""
+        folder, digests = self.place(number), {}
+        folder.mkdir()
+        for name, content in files.items():
+            if isinstance(content, Path):
+                _share(content, folder / name)
+                digests[name] = digest((folder / name).read_bytes())
+            else:
+                atomic.write(folder / name, content)
+                digests[name] = digest(content)
+        whole = {"format": FORMAT, "version": number, **facts, "files": digests}
+        atomic.write(folder / FACTS, as_json(whole))
+        _settle(folder)
+        return Version(folder, number, whole)
+
+    def point_to(self, version: Version) -> None:
+        """From here on this version counts."""
+        facts = digest(_bytes(version.folder / FACTS))
+        atomic.write(self.folder / POINTER, as_json({"format": FORMAT, "version": version.number, "facts": facts}))
+        _settle(self.folder)
+
+    def forget(self, keep: int) -> None:
+        """Delete all but the last versions."""
+        for _, folder in self._versions()[:-keep]:
+            shutil.rmtree(folder)
+
+    def _versions(self) -> list[tuple[int, Path]]:
+        found = [(re.fullmatch(r"update-(\d{4,})", p.name), p) for p in self.folder.glob("update-*")]
+        return sorted((int(match[1]), p) for match, p in found if match)
+
+    def _must_be_ours(self) -> None:
+        """Refuse a folder of something else, and one that has lost its pointer."""
+        if not self.folder.is_dir() or (self.folder / POINTER).exists():
+            return
+        versions = self._versions()
+        if any(number > 1 for number, _ in versions):
+            raise FileNotFoundError(f"{self.folder / POINTER} is missing, which says what counts: {CURE}.")
+        ours = {REFUSED, LOCK, *(p.name for _, p in versions)}
+        if foreign := sorted(
+            p.name for p in self.folder.iterdir() if p.name not in ours and not p.name.startswith(f".{POINTER}.")
+        ):
+            raise ValueError(
+                f"{self.folder} is not a state folder, it holds {', '.join(foreign[:3])}: give the one of the updates before, or "
+                "for a first update a new or empty one."
+            )
+
+
+def as_json(content: Mapping[str, Any]) -> bytes:
+    """As it is written."""
+    return json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False).encode()
+
+
+def _json(path: Path, content: bytes) -> dict[str, Any]:
+    try:
+        return dict(json.loads(content))
+    except (ValueError, TypeError):
+        raise ValueError(f"{path} cannot be read as the state of an update: {CURE}.") from None
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path} is missing, so the state is not whole: {CURE}.") from None
+
+
+def _share(old: Path, new: Path) -> None:
+    """The same file under another name; a copy where the file system knows no links."""
+    try:
+        os.link(old, new)
+    except OSError:
+        atomic.write(new, old.read_bytes())
+
+
+def _settle(folder: Path) -> None:
+    """Let the names in a folder reach the disk before what is written next."""
+    if os.name == "posix":
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

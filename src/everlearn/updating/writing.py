@@ -1,0 +1,168 @@
+"""What an update leaves: a version that counts and the deployed file, or the report of why not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from everlearn import atomic
+from everlearn.cost import state_bytes
+from everlearn.method import label
+from everlearn.report.html import html
+from everlearn.results import Result, provenance
+from everlearn.stream import Stream, Task
+from everlearn.trainer.configuration import configuration
+from everlearn.updating import weights as files
+from everlearn.updating.exams import GIVEN, Exam
+from everlearn.updating.labels import Classes
+from everlearn.updating.learning import How, packed
+from everlearn.updating.outcome import History, Update, matrix, with_this
+from everlearn.updating.standing import METHOD, MODEL, Standing, exam_file, kinds, replace_file
+from everlearn.updating.state import REFUSED, State
+from everlearn.updating.weights import CLASSES, UPDATE
+
+Files = dict[str, bytes | Path]
+
+
+@dataclass(eq=False)
+class Learned:
+    """What was learned and measured, before anything is written.
+
+    Args:
+        update: the outcome.
+        model: the new one.
+        start: the method's state before these data, as bytes.
+        classes: of the new model's outputs.
+        pair: what was learned.
+        print: of the data.
+        seconds: by purpose.
+    """
+
+    update: Update
+    model: nn.Module
+    start: bytes
+    classes: Classes
+    pair: tuple[Tensor, Tensor]
+    print: str
+    seconds: dict[str, float]
+
+
+def accept(folder: State, now: Standing, done: Learned, how: How) -> None:
+    """Write the new version, let it count, and only then replace the deployed file."""
+    update, made = done.update, provenance()
+    history = with_this(now.history, update)
+    if now.version is None:
+        _write_first(folder, now, done, made)
+    facts = {UPDATE: str(update.number), CLASSES: json.dumps(done.classes.names)}
+    new = files.packed(done.model, facts)
+    update.place = folder.place(update.number)
+    update.notes.append(
+        f"{now.weights.path.name} is that of update {update.number} now; {update.place} holds it, what the method knows, and report.html."
+    )
+    update.result = _result(now, done, history, how, made)
+    version = folder.write(
+        update.number,
+        {MODEL: new, METHOD: packed(now.method), **_exams(now, update), **_report(update, now.weights.path.name)},
+        {
+            **_facts(now, done.classes, [e for e in update.exams if _kept(e, update)], history, made),
+            "replaced": now.weights.digest,
+            "learned": {**now.prints, done.print: update.number},
+            "data": {"title": update.exams[-1].title, "print": done.print, "examples": len(done.pair[1])},
+            "accuracy": {"before": update.before, "after": update.after, "fall": update.fall, **asdict(update.rules)},
+            "training": update.result.config["training"],
+        },
+    )
+    folder.point_to(version)
+    replace_file(files.parsed(now.weights.path, new))
+    folder.forget(update.rules.versions)
+
+
+def refuse(folder: State, now: Standing, done: Learned, how: How) -> None:
+    """Write the report, and nothing else."""
+    update = done.update
+    update.place = folder.folder / REFUSED
+    update.notes.append(f"The report is in {update.place}.")
+    update.result = _result(now, done, with_this(now.history, update), how, provenance())
+    for name, content in _report(update, now.weights.path.name).items():
+        atomic.write(atomic.writable_folder(update.place) / name, content)
+
+
+def _write_first(folder: State, now: Standing, done: Learned, made: Mapping[str, Any]) -> None:
+    """The model as it was deployed before the first update, so that it is not lost."""
+    old = [e for e in done.update.exams if e.number == 0 and _kept(e, done.update)]
+    folder.write(
+        0,
+        {MODEL: now.weights.content, METHOD: done.start, **{exam_file(0): e.packed() for e in old}},
+        {
+            **_facts(now, now.classes, old, {0: {e.number: done.update.before[0] for e in old}}, made),
+            "replaced": now.weights.digest,
+            "learned": {},
+        },
+    )
+
+
+def _facts(
+    now: Standing, classes: Classes, exams: list[Exam], history: History, made: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What every version says of itself."""
+    return {
+        "method": {"name": label(now.method), "kinds": kinds(now.method), "fields": repr(now.method)},
+        "classes": list(classes.names),
+        "reading": asdict(now.reading),
+        "exams": [{"number": e.number, "title": e.title, "examples": len(e)} for e in exams],
+        "history": history,
+        "made": made,
+    }
+
+
+def _kept(exam: Exam, update: Update) -> bool:
+    """Whether an exam stays: those that were kept do, those of today unless none shall be."""
+    today = exam.number == update.number or (exam.number == 0 and update.number == 1)
+    return exam.number != GIVEN and (update.rules.keep > 0 or not today)
+
+
+def _exams(now: Standing, update: Update) -> Files:
+    """New ones as bytes, kept ones as the files they are."""
+    kept = {e.number for e in now.exams}
+    return {
+        exam_file(e.number): now.version.folder / exam_file(e.number)
+        if now.version and e.number in kept
+        else e.packed()
+        for e in update.exams
+        if _kept(e, update)
+    }
+
+
+def _report(update: Update, name: str) -> dict[str, bytes]:
+    result = update.result
+    pages = (
+        {}
+        if result is None
+        else {"result.json": result.packed(), "report.html": html([result], f"Updates of {name}").encode()}
+    )
+    return {"report.txt": f"{update}\n".encode(), **pages}
+
+
+def _result(now: Standing, done: Learned, history: History, how: How, made: dict[str, Any]) -> Result:
+    """All updates so far as one result."""
+    update, model = done.update, done.model
+    same = len({frozenset(e.y.unique().tolist()) for e in update.exams}) == 1
+    stream = Stream(
+        [Task(done.pair, id=update.number)],
+        "domain" if same else "class",
+        f"updates of {now.weights.path.name}",
+        [e.task for e in update.exams],
+        settings={"update": update.number},
+    )
+    cost = {
+        "seconds": done.seconds,
+        "parameters": [sum(p.numel() for p in model.parameters())],
+        "state_bytes": [state_bytes(now.method.state_dict())],
+    }
+    config = configuration(stream, now.method, model, how.training, how.optimizer, False, "test")
+    return Result(matrix(history, update), config, [], cost, made)

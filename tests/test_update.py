@@ -1,0 +1,720 @@
+"""Updating a deployed model: the whole life, refusals, kills at every step, everything that can be wrong."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+import everlearn
+from everlearn import ER, EWC, METHODS, SI, Method, Result, Task, atomic, heads, nets, streams
+from everlearn.seeds import derive, seeded
+from everlearn.sources import Data
+from everlearn.trainer import Training
+from everlearn.updating import Reading, class_names, load, process, update
+from everlearn.updating.state import State
+
+pytest.importorskip("cyclopts")
+from everlearn.cli.app import start
+
+FAST = Training(epochs=4, batch_size=32)
+
+
+def make(outputs=4):
+    torch.manual_seed(7)  # a factory need not give the same weights twice, these tests want it
+    return nets.mlp((1, 8, 8), outputs, hidden=(64,))
+
+
+def digits(*classes, shift=0):
+    """Some digits as data with an exam, moved to the side by some pixels."""
+    pairs = []
+    for x, y in streams.digits_data():
+        own = torch.isin(y, torch.tensor(classes))
+        pairs.append((x[own].roll(shift, 3)[:160], y[own][:160]))
+    return Data(*pairs)
+
+
+def as_npz(path, data):
+    (x, y), (x_test, y_test) = data
+    np.savez(path, x=x.numpy(), y=y.numpy(), x_test=x_test.numpy(), y_test=y_test.numpy())
+    return path
+
+
+def as_csv(path, data, names=None, order=None):
+    """The pixels of all examples as columns, labels as words where there are names."""
+    x, y = (torch.cat(parts) for parts in zip(*data, strict=True))
+    columns = [f"p{i}" for i in (order or range(64))]
+    lines = [",".join(["kind", *columns])]
+    for row, label in zip(x.flatten(1), y.tolist(), strict=True):
+        cells = [f"{row[i]:.4f}" for i in (order or range(64))]
+        lines.append(",".join([names[label] if names else str(label), *cells]))
+    path.write_text("\n".join(lines))
+    return path
+
+
+@pytest.fixture(scope="session")
+def trained():
+    """The weights that are deployed: digits 0 to 3."""
+    model = make()
+    everlearn.train(model, Method(), digits(0, 1, 2, 3)[0], epochs=15, batch_size=32)
+    return safetensors.torch.save({k: v.clone() for k, v in model.state_dict().items()})
+
+
+@pytest.fixture
+def shop(tmp_path, trained, monkeypatch):
+    """A folder with a deployed model."""
+    monkeypatch.chdir(tmp_path)
+    Path("model.safetensors").write_bytes(trained)
+    return tmp_path
+
+
+def go(data, method=None, **options):
+    return update(
+        options.pop("make", make),
+        "model.safetensors",
+        options.pop("state", "state"),
+        data,
+        ER(200) if method is None else method,
+        training=options.pop("training", FAST),
+        **{"tolerance": 100.0, **options},
+    )
+
+
+def tree(folder, but=("refused", ".lock")):
+    """Every file's bytes."""
+    files = [p for p in Path(folder).rglob("*") if p.is_file() and not set(but) & set(p.relative_to(folder).parts)]
+    return {str(p.relative_to(folder)): p.read_bytes() for p in files}
+
+
+def current(state="state"):
+    return json.loads((Path(state) / "current.json").read_text())["version"]
+
+
+def same_weights(a, b):
+    a, b = (safetensors.torch.load_file(p) for p in (a, b))
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+# The whole life.
+
+
+@pytest.mark.parametrize("method", ["ewc", "er"])
+def test_three_updates_by_command(method, shop, capsys):
+    Path("factory_of_tests.py").write_text(
+        "from everlearn import nets\n\ndef make_model():\n    return nets.mlp((1, 8, 8), 4, hidden=(64,))\n"
+    )
+    as_npz(shop / "old.npz", digits(0, 1, 2, 3))
+    words = (
+        "update --model factory_of_tests:make_model --weights model.safetensors --state state --threads 1 --epochs 5"
+    )
+    for number in (1, 2, 3):
+        as_npz(shop / f"new{number}.npz", digits(0, 1, 2, 3, shift=number))
+        old = ["--old", "old.npz"] if number == 1 else []
+        own = ["--data", f"new{number}.npz", "--method", method, "--tolerance", "60", *old]
+        assert start([*words.split(), *own]) == 0
+        text = capsys.readouterr().out
+        assert f"Update {number} with {'EWC' if method == 'ewc' else 'ER'}: accepted." in text
+        assert f"update {number} (new{number}.npz)" in text and "old skills (old.npz)" in text
+        assert current() == number
+        version = Path("state") / f"update-{number:04d}"
+        assert (version / "model.safetensors").read_bytes() == Path("model.safetensors").read_bytes()
+        assert (version / "report.txt").read_text() == text
+    result = Result.load(version / "result.json")
+    assert result.accuracy.shape == (4, 4) and not np.isnan(np.tril(result.accuracy)).any()
+    assert np.isnan(result.accuracy[0, 2]) and not np.isnan(result.accuracy[1, 2]), "only what was measured"
+    assert not np.isnan(result.forgetting) and "</html>" in (version / "report.html").read_text()
+    model = load(make, "model.safetensors")
+    test = digits(0, 1, 2, 3, shift=3)[1]
+    assert everlearn.evaluate(model, Method(), test) == pytest.approx([result.accuracy[3, 3]])
+    assert result.accuracy[3, 3] > result.accuracy[2, 3] and result.accuracy[3, 0] > 0.5
+
+
+def test_an_update_is_what_one_writes_oneself(shop):
+    parts = [digits(0, 1, 2, 3), digits(0, 1, shift=2), digits(2, 3, shift=2)]
+    go(parts[1], old=parts[0])
+    go(parts[2])
+    model, method = make(), ER(200)
+    model.load_state_dict(safetensors.torch.load_file("state/update-0000/model.safetensors"))
+    for batch in Task(parts[0][0], id=0).batches(32):
+        method.observe(batch, model(batch.x).detach())
+    method.end_task(model, parts[0][0])
+    for number in (1, 2):
+        everlearn.train(model, method, Task(parts[number][0], id=number), epochs=4, batch_size=32)
+    theirs = safetensors.torch.load_file("model.safetensors")
+    assert all(torch.equal(v, theirs[k]) for k, v in model.state_dict().items())
+
+
+def test_dropout_and_new_outputs_follow_the_seed(shop):
+    def dropping():
+        net = make()
+        return nn.Sequential(net[0], nn.Dropout(0.3), *net[1:])
+
+    net = dropping()
+    safetensors.torch.save_file(net.state_dict(), "model.safetensors")
+    first = Path("model.safetensors").read_bytes()
+    before = torch.get_rng_state()
+    go(data := digits(4, 5), make=dropping, state="a")
+    assert torch.equal(before, torch.get_rng_state()), "the caller's random state stays"
+    Path("model.safetensors").write_bytes(first)
+    go(data, make=dropping, state="b")
+    assert same_weights("model.safetensors", "a/update-0001/model.safetensors")
+    with seeded(derive(0, "update", 1)):
+        heads.grow_output(net, 6)
+        everlearn.train(net, ER(200), Task(data[0], id=1), epochs=4, batch_size=32)
+    assert torch.equal(net[4].weight, load(dropping, "model.safetensors")[4].weight)
+
+
+def test_the_callers_method_stays(shop):
+    method = EWC()
+    go(digits(0, 1), method)
+    assert repr(method.state_dict()) == repr(EWC().state_dict())
+
+
+# Accepted or refused.
+
+
+def test_a_refusal_leaves_every_byte(shop):
+    go(digits(0, 1, 2, 3, shift=1), EWC(), old=digits(0, 1, 2, 3))
+    before = tree(shop)
+    done = go(digits(4, 5), EWC(), tolerance=2.0)
+    assert not done.accepted and done.fall > 0 and done.number == 2
+    assert tree(shop) == before
+    assert "refused, nothing is replaced" in str(done) and done.place == Path("state/refused")
+    assert Result.load("state/refused/result.json").accuracy.shape == (3, 3)
+    assert (Path("state/refused/report.txt")).read_text() == f"{done}\n"
+    assert go(digits(4, 5), EWC()).number == 2, "what was refused may be tried again"
+
+
+def test_the_exit_code_of_a_refusal(shop, capsys):
+    Path("factory_of_refusal.py").write_text(
+        "from everlearn import nets\nmake = lambda: nets.mlp(64, 4, hidden=(64,))\n"
+    )
+    as_npz(shop / "old.npz", digits(0, 1, 2, 3))
+    as_npz(shop / "new.npz", digits(4, 5))
+    before = tree(shop)
+    words = "update --model factory_of_refusal:make --weights model.safetensors --state state --data new.npz --method finetune"
+    assert start([*words.split(), "--old", "old.npz", "--threads", "1"]) == 3
+    assert "points less; 2 less are allowed" in capsys.readouterr().out
+    assert tree(shop) == before and not Path("state/current.json").exists()
+    assert start([*words.split(), "--old", "old.npz", "--tolerance", "100", "--dry-run"]) == 0
+    assert "A dry run: nothing is written." in capsys.readouterr().out and tree(shop) == before
+
+
+def test_the_mean_or_each(shop):
+    rules = process.Rules
+    before, after = {0: 0.9, 1: 0.5, 2: 0.1}, {0: 0.9, 1: 0.44, 2: 0.9}
+    assert rules().fall(before, after, [0, 1]) == 3.0
+    assert rules(each=True).fall(before, after, [0, 1]) == 6.0
+    assert rules().fall(before, after, []) is None
+    go(digits(0, 1, 2, 3, shift=1), old=digits(0, 1, 2, 3))
+    assert "in the exam that lost most" in str(go(digits(0, 1, shift=2), each=True))
+
+
+def test_without_old_data_the_first_update_says_what_it_cannot_do(shop):
+    done = go(digits(0, 1, shift=1), EWC(), tolerance=0.0)
+    assert done.accepted and done.fall is None
+    assert "unknown to EWC" in str(done) and "--old" in str(done) and "not measured" in str(done)
+    later = go(digits(2, 3, shift=1), EWC())
+    assert later.fall is not None and later.old == [1] and later.learned == {1: done.after[1]}
+
+
+def test_a_dry_run_makes_nothing(shop):
+    before = tree(shop)
+    done = go(digits(4, 5), dry_run=True)
+    assert done.number == 1 and done.after[1] > done.before[1] == 0.0 and done.place is None
+    assert tree(shop) == before and not Path("state").exists()
+
+
+def test_data_learned_before_are_not_learned_again(shop):
+    go(digits(0, 1, shift=1))
+    before = tree(shop)
+    done = go(digits(0, 1, shift=1))
+    assert not done.new and done.accepted and "was learned in update 1" in str(done)
+    assert tree(shop) == before
+    assert go(digits(0, 1, shift=1), again=True).number == 2
+
+
+# Exams.
+
+
+def test_no_example_is_kept_where_none_shall_be(shop):
+    go(digits(0, 1, shift=1), EWC(), keep=0, old=digits(0, 1, 2, 3))
+    assert not list(Path("state").rglob("exam*"))
+    blind = go(digits(0, 1, shift=2), EWC(), keep=0)
+    assert blind.fall is None
+    seeing = go(digits(0, 1, shift=3), EWC(), keep=0, old=digits(0, 1, 2, 3))
+    assert seeing.fall is not None and "brought along (the old data)" in str(seeing)
+    assert not list(Path("state").rglob("exam*"))
+    assert Result.load("state/update-0003/result.json").accuracy.shape == (2, 2)
+
+
+def test_at_most_so_many_are_kept(shop):
+    go(digits(0, 1, 2, 3, shift=1), keep=17)
+    assert len(safetensors.torch.load_file("state/update-0001/exam-0001.safetensors")["y"]) == 17
+    assert len(go(digits(0, 1, shift=2)).exams[0]) == 17
+
+
+def test_exams_are_held_back_from_arrays(shop):
+    x, y = torch.rand(50, 1, 8, 8), torch.arange(50) % 2
+    done = go((x.numpy(), y.numpy()), exam=0.4)
+    assert len(done.exams[0]) == 20
+    memory = torch.load("state/update-0001/method.pt", weights_only=True)["memory"]["rows"]["x"].flatten(1)
+    assert len(memory) == 30
+    exam = done.exams[0].x.flatten(1)
+    assert not (memory[:, None] == exam[None]).all(2).any(), "nobody learns from an exam"
+
+
+# Killed.
+
+
+class Killed(BaseException):
+    """As a process that ends here."""
+
+
+def killing(monkeypatch, at):
+    """Let everything end before the n-th of all writes, counted from 0."""
+    written, write = [], atomic.write
+
+    def dying(path, content, mode=0o644):
+        if len(written) == at:
+            raise Killed
+        write(path, content, mode)
+        written.append(path.name)
+
+    monkeypatch.setattr(atomic, "write", dying)
+    return written
+
+
+def test_killed_before_every_write(shop, monkeypatch):
+    data = [digits(0, 1, 2, 3), digits(0, 1, shift=1), digits(2, 3, shift=1)]
+    first, quick = Path("model.safetensors").read_bytes(), {"training": Training(iterations=2, batch_size=8)}
+
+    def both(state):
+        return [go(data[1], old=data[0], state=state, **quick), go(data[2], state=state, **quick)]
+
+    with monkeypatch.context() as patch:
+        written = killing(patch, at=-1)
+        both("whole")
+        every = list(written)
+    assert every.count("current.json") == 2 and every.count("facts.json") == 3 and len(every) == 23
+    for at in range(len(every)):
+        state = f"state-{at}"
+        Path("model.safetensors").write_bytes(first)
+        with monkeypatch.context() as patch:
+            written = killing(patch, at)
+            with pytest.raises(Killed):
+                both(state)
+        pointed = written.count("current.json")
+        assert (current(state) if pointed else 0) == pointed
+        known = [first, *(Path(state, f"update-000{n}/model.safetensors").read_bytes() for n in range(1, pointed + 1))]
+        assert Path("model.safetensors").read_bytes() in known[-2:], "the one before or the one after, whole"
+        again = both(state)  # the same commands once more
+        assert [done.new for done in again] == [pointed < 1, pointed < 2]
+        assert same_weights("model.safetensors", "whole/update-0002/model.safetensors"), "as if never stopped"
+        assert tree(state).keys() == tree("whole").keys()
+
+
+def test_killed_while_deleting_old_versions(shop, monkeypatch):
+    go(digits(0, 1, shift=1))
+    with monkeypatch.context() as patch:
+        patch.setattr(State, "forget", lambda *_: (_ for _ in ()).throw(Killed))
+        with pytest.raises(Killed):
+            go(digits(0, 1, shift=2), versions=1)
+    Path(".model.safetensors.abcd1234").write_text("left by a process killed in the middle of a write")
+    go(digits(0, 1, shift=3), versions=1)
+    assert sorted(p.name for p in Path("state").glob("update-*")) == ["update-0003"]
+    assert not Path(".model.safetensors.abcd1234").exists()
+
+
+def test_killed_for_good_between_pointer_and_weights(shop):
+    code = (
+        "import os, sys; sys.path.insert(0, sys.argv[1])\n"
+        "from tests.test_update import *\n"
+        "from everlearn.updating import writing\n"
+        "writing.replace_file = lambda weights: os._exit(9)\n"
+        "go(digits(0, 1, shift=1))\n"
+    )
+    root = str(Path(__file__).parents[1])
+    assert subprocess.run([sys.executable, "-c", code, root], check=False).returncode == 9
+    before = Path("model.safetensors").read_bytes()
+    assert current() == 1 and before != Path("state/update-0001/model.safetensors").read_bytes()
+    (Path("state") / "update-0002").mkdir()  # and another one had begun
+    done = go(digits(0, 1, shift=1))
+    assert not done.new and "it is put right" in str(done)
+    assert Path("model.safetensors").read_bytes() == Path("state/update-0001/model.safetensors").read_bytes()
+    assert not (Path("state") / "update-0002").exists()
+
+
+def test_one_at_a_time(shop, monkeypatch):
+    go(digits(0, 1))
+    with atomic.alone(Path("state/.lock")) as free:
+        assert free
+        with pytest.raises(OSError, match="Another update is under way in state"):
+            go(digits(2, 3))
+    assert go(digits(2, 3)).number == 2
+
+
+def test_versions_that_are_not_kept_are_deleted(shop):
+    for shift in range(4):
+        go(digits(0, 1, shift=shift), versions=2)
+    assert sorted(p.name for p in Path("state").glob("update-*")) == ["update-0003", "update-0004"]
+    assert len(go(digits(2, 3)).exams) == 5, "exams go along"
+
+
+# Files that are not what they should be.
+
+
+def damage(name, content):
+    return lambda: Path(name).write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (damage("state/current.json", b"{"), "state/current.json cannot be read"),
+        (damage("state/current.json", b"[1]"), "state/current.json cannot be read"),
+        (damage("state/current.json", b'{"format": 9}'), "not of this version of Everlearn"),
+        (damage("state/update-0002/facts.json", b"{}"), "facts.json is not the file that was written"),
+        (damage("state/update-0002/method.pt", b"x"), "method.pt is not the file that was written"),
+        (damage("state/update-0002/exam-0001.safetensors", b"x"), "exam-0001.safetensors is not the file"),
+        (lambda: Path("state/update-0002/facts.json").unlink(), "facts.json is missing, so the state is not whole"),
+        (lambda: Path("state/update-0002/method.pt").unlink(), "method.pt is missing, so the state is not whole"),
+        (lambda: Path("state/current.json").unlink(), "state/current.json is missing"),
+        (lambda: Path("model.safetensors").unlink(), "state/update-0002/model.safetensors: copy it there"),
+        (
+            damage("model.safetensors", b"other"),
+            "model.safetensors is not what update 2 wrote, somebody has changed it",
+        ),
+    ],
+)
+def test_damage_is_told_in_one_sentence(spoil, message, shop):
+    go(digits(0, 1, shift=1))
+    go(digits(2, 3, shift=1))
+    spoil()
+    before = tree(shop)
+    with pytest.raises((ValueError, OSError)) as error:
+        go(digits(0, 1, shift=2))
+    assert message in str(error.value) and "\n" not in str(error.value)
+    assert tree(shop) == before
+
+
+def test_changed_weights_are_gone_on_from_if_one_says_so(shop):
+    go(digits(0, 1, shift=1))
+    safetensors.torch.save_file(make().state_dict(), "model.safetensors")
+    with pytest.raises(ValueError, match="accept_weights=True"):
+        go(digits(2, 3))
+    done = go(digits(2, 3), accept_weights=True)
+    assert done.number == 2 and "as you said" in str(done)
+    assert go(digits(2, 3, shift=1)).number == 3
+
+
+def test_a_state_that_lies_elsewhere_is_asked_for(shop):
+    go(digits(0, 1, shift=1))
+    with pytest.raises(ValueError, match="written by update 1, whose state is not in other"):
+        go(digits(2, 3), state="other")
+    Path("state/current.json").unlink()  # as if the first update had been stopped; but the weights are its own
+    with pytest.raises(ValueError, match="written by update 1"):
+        go(digits(2, 3))
+    assert go(digits(2, 3), state="other", accept_weights=True).number == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\x80\x04pickle", "not a safetensors file, or is damaged"),
+        (b"", "not a safetensors file"),
+        (safetensors.torch.save({"a": torch.zeros(2)}), "it lacks 1.weight, 1.bias, 3.weight, …; the model has no a"),
+        (
+            safetensors.torch.save({k: v.clone() for k, v in nets.mlp(64, 4, hidden=(9,)).state_dict().items()}),
+            "shapes differ in 1.weight, 1.bias, 3.weight",
+        ),
+    ],
+)
+def test_weights_that_are_none(content, message, shop):
+    Path("model.safetensors").write_bytes(content)
+    with pytest.raises(ValueError, match="safetensors") as error:
+        go(digits(0, 1))
+    assert message in str(error.value)
+
+
+def test_a_folder_of_something_else(shop):
+    Path("state").mkdir()
+    Path("state/holiday.jpg").write_text("")
+    with pytest.raises(ValueError, match=r"state is not a state folder, it holds holiday.jpg"):
+        go(digits(0, 1))
+    assert not Path("state/.lock").exists()
+    with pytest.raises(OSError, match="it is a file"):
+        go(digits(0, 1), state="model.safetensors")
+
+
+def test_another_method_cannot_take_over(shop):
+    go(digits(0, 1, shift=1), EWC(30.0))
+    with pytest.raises(ValueError, match=r"is of EWC\(strength=30.0\), got ER:"):
+        go(digits(2, 3), ER())
+    with pytest.raises(ValueError, match=r"got EWC \+ ER:"):
+        go(digits(2, 3), EWC() + ER())
+    assert go(digits(2, 3), EWC(10.0)).accepted, "its fields may change"
+
+
+def test_a_link_stays_and_permissions_too(shop):
+    Path("model.safetensors").rename("real.safetensors")
+    Path("real.safetensors").chmod(0o600)
+    Path("model.safetensors").symlink_to("real.safetensors")
+    go(digits(0, 1))
+    assert Path("model.safetensors").is_symlink()
+    assert os.stat("real.safetensors").st_mode & 0o777 == 0o600
+
+
+# Methods and models.
+
+
+@pytest.mark.parametrize("name", [n for n, kind in METHODS.items() if not kind().changes("predict")])
+def test_every_method_meets_new_classes(name, shop):
+    kind, old = METHODS[name], digits(0, 1, 2, 3)
+    told = name not in ("si", "generative")
+    quick = Training(epochs=1, batch_size=32)
+    first = go(digits(4, 5), kind(), old=old if told else None, training=quick)
+    second = go(digits(0, 6), kind(), training=quick)
+    assert second.accepted and load(make, "model.safetensors")[3].out_features == 7
+    assert (first.fall is not None) == told
+    assert "The output layer grew from 4 to 6 outputs, for 4, 5" in str(first)
+
+
+@pytest.mark.parametrize("name", [n for n, kind in METHODS.items() if kind().changes("predict")])
+def test_what_weights_alone_do_not_hold_is_refused(name, shop):
+    with pytest.raises(ValueError, match="answers with more than the model's weights"):
+        go(digits(0, 1), METHODS[name]())
+
+
+@pytest.mark.parametrize("method", [SI(), METHODS["generative"]()])
+def test_what_gathers_while_it_learns_cannot_be_told_afterwards(method, shop):
+    with pytest.raises(ValueError, match="cannot be told afterwards from old data"):
+        go(digits(0, 1), method, old=digits(2, 3))
+
+
+def test_tied_weights(shop):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.head = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 4)
+            self.b.weight = self.a.weight
+
+        def forward(self, x):
+            return self.head(self.b(self.a(x.flatten(1)).relu()).relu())
+
+    safetensors.torch.save_model(Tied(), "model.safetensors")  # the shared tensor once
+    go(digits(0, 1), make=Tied)
+    model = load(Tied, "model.safetensors")
+    assert model.a.weight is model.b.weight and go(digits(2, 3), make=Tied).number == 2
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        (lambda: 3, "must make a torch.nn.Module, it made a int"),
+        (make(), "comes from a function that makes it"),
+        (lambda: nn.Sequential(make(), nn.Unflatten(1, (2, 2))), "does not fit the model"),
+    ],
+)
+def test_factories_that_are_none(factory, message, shop):
+    with pytest.raises((TypeError, ValueError), match=message):
+        go(digits(0, 1), make=factory)
+
+
+def test_an_output_layer_that_cannot_grow_is_named(shop):
+    class Headless(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(1, 4, 8)
+
+        def forward(self, x):
+            return self.conv(x).flatten(1)
+
+    safetensors.torch.save_file(Headless().state_dict(), "model.safetensors")
+    assert go(digits(0, 1), make=Headless).accepted
+    with pytest.raises(ValueError, match=r"Headless has no nn\.Linear layer"):
+        go(digits(4, 5), make=Headless)
+
+
+# Data and classes.
+
+NAMES = ["zero", "one", "two", "three", "four", "five"]
+
+
+def test_words_mean_the_same_outputs_in_every_update(shop):
+    read = Reading(y="kind")
+    as_csv(shop / "old.csv", digits(0, 1, 2, 3), NAMES)
+    as_csv(shop / "a.csv", digits(1, 3), NAMES)  # alphabetical numbers would be others
+    first = go("a.csv", old="old.csv", read=read, classes=NAMES[:4])
+    assert first.before[0] > 0.8 and first.before[1] > 0.8
+    assert class_names("model.safetensors") == NAMES[:4]
+    shuffled = list(reversed(range(64)))
+    as_csv(shop / "b.csv", digits(2, 5, 4), NAMES, shuffled)  # columns in another order, new classes
+    second = go("b.csv")
+    assert class_names("model.safetensors") == ["zero", "one", "two", "three", "five", "four"]
+    assert set(second.exams[-1].y.tolist()) == {2, 4, 5}
+    assert torch.equal(second.exams[0].x, first.exams[0].x)
+    plain = safetensors.torch.load_file("state/update-0002/exam-0002.safetensors")["x"]
+    as_csv(shop / "c.csv", digits(2, 5, 4), NAMES)
+    assert torch.equal(plain, go("c.csv", again=True).exams[-1].x), "by their names"
+
+
+def test_numbers_that_are_names(shop):
+    data = digits(0, 1)
+    moved = Data(*((x, torch.where(y == 0, 40, 17)) for x, y in data))
+    done = go(moved, classes=["40", "17"])
+    assert done.before[1] > 0.8 and set(done.exams[0].y.tolist()) == {0, 1}
+
+
+def test_numbers_with_named_outputs_are_outputs(shop):
+    assert go(digits(0, 1), classes=["zero", "one"]).before[1] > 0.8
+    with pytest.raises(ValueError, match="has the label 3, but only the outputs 0 to 1 have names"):
+        go(digits(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "message"),
+    [
+        (
+            (np.zeros((9, 64)), np.array(["a", "b", "c"] * 3)),
+            {},
+            "are words (a, b, c), and which output stands for which",
+        ),
+        ((np.zeros((9, 64), np.float32), np.arange(9) / 2), {}, "labels of the new data are fractions"),
+        (
+            (np.zeros((9, 64), np.float32), np.arange(9) % 2 * 100),
+            {},
+            "the outputs 0 to 3: let new classes go on with 4",
+        ),
+        ((np.zeros((9, 64), np.float32), np.zeros((9, 2), int)), {}, "more than one per example"),
+        ((np.full((9, 64), np.nan, np.float32), np.arange(9) % 2), {}, "9 examples of the new data have NaN"),
+        ((np.zeros((9, 63), np.float32), np.arange(9) % 2), {}, "The model cannot take the inputs of update 1"),
+        ((np.zeros((1, 64), np.float32), np.zeros(1, int)), {}, "no example to hold back for the exam"),
+        ((np.zeros((9, 64)), np.zeros(8, int)), {}, "9 inputs but 8 labels"),
+        (3, {}, "got a int"),
+        ("none.csv", {}, "There is no file or folder none.csv"),
+        ("model.safetensors", {}, "ends in .csv, .tsv, .parquet or .npz; got 'model.safetensors'"),
+        (".", {}, "say to what side in pixels"),
+        (digits(0, 1), {"tolerance": -1.0}, "tolerance: got -1.0, allowed: 0 or more"),
+        (digits(0, 1), {"exam": 0.0}, "exam: got 0.0, allowed: a share between 0 and 1"),
+        (digits(0, 1), {"keep": -1}, "keep: got -1, allowed: 0 or more"),
+        (digits(0, 1), {"versions": 0}, "versions: got 0, allowed: 1 or more"),
+        (digits(0, 1), {"classes": "zero"}, "classes are the names of the outputs"),
+        (digits(0, 1), {"classes": ["a", "a"]}, "a stands there twice"),
+        (digits(0, 1), {"classes": list("abcdef")}, "6 are named, but the model has 4 outputs"),
+        (digits(0, 1), {"method": "ewc"}, "must be a method such as EWC()"),
+        (
+            digits(0, 1),
+            {"old": (np.zeros((9, 64)), np.array(["a"] * 9)), "classes": ["b", "c"]},
+            "no output stands for: a",
+        ),
+    ],
+)
+def test_bad_data_and_options(data, options, message, shop):
+    before = tree(shop)
+    with pytest.raises((ValueError, TypeError, OSError)) as error:
+        go(data, **options)
+    assert message in str(error.value)
+    assert tree(shop) == before
+
+
+def test_classes_are_named_once(shop):
+    go(digits(0, 1), classes=["zero", "one", "two", "three"])
+    with pytest.raises(ValueError, match="have names since the first update"):
+        go(digits(2, 3), classes=["one", "zero"])
+
+
+def test_parquet_and_images(shop):
+    table, parquet = pytest.importorskip("pyarrow").table, pytest.importorskip("pyarrow.parquet")
+    (x, y), _ = digits(0, 1)
+    parquet.write_table(
+        table({**{f"p{i}": x.flatten(1)[:, i].numpy() for i in range(64)}, "y": y.numpy()}), "new.parquet"
+    )
+    assert go("new.parquet").before[1] > 0.8
+    image = pytest.importorskip("PIL.Image")
+    for i, (pixels, label) in enumerate(zip(x[:40], y[:40].tolist(), strict=True)):
+        Path(f"images/{label}").mkdir(parents=True, exist_ok=True)
+        image.fromarray((pixels[0] * 255).byte().numpy()).save(f"images/{label}/{i}.png")
+    with pytest.raises(ValueError, match="are words"):
+        go("images", read=Reading(size=8, grey=True))
+    go("images", read=Reading(size=8, grey=True), state="other", accept_weights=True, classes=["0", "1"])
+    assert json.loads(Path("other/update-0001/facts.json").read_text())["reading"]["size"] == 8
+
+
+# The command.
+
+OK = ["--model", "factory_of_words:make", "--weights", "model.safetensors", "--state", "state", "--data", "new.npz"]
+
+
+@pytest.fixture
+def words(shop):
+    Path("factory_of_words.py").write_text(
+        "from everlearn import nets\nimport torch\nmake = lambda: nets.mlp(64, 4, hidden=(64,))\nbad = lambda: 1 / 0\n"
+        "needy = lambda inputs: None\nnumber = 3\nmodel = torch.nn.Linear(1, 1)\n"
+    )
+    Path("factory_that_breaks.py").write_text("1 / 0")
+    Path("factory_that_needs.py").write_text("import nothing_of_that_name")
+    as_npz(shop / "new.npz", digits(0, 1))
+
+    def say(**given):
+        known = dict(zip(OK[::2], OK[1::2], strict=True)) | {"--method": "er", "--threads": "1", "--epochs": "1"}
+        known |= {"--" + k.replace("_", "-"): v for k, v in given.items()}
+        return start(["update", *(word for pair in known.items() for word in pair)])
+
+    return say
+
+
+@pytest.mark.parametrize(
+    ("given", "code", "message"),
+    [
+        ({"model": "make"}, 2, "package.module:function"),
+        ({"model": "factory_of_nobody:make"}, 2, "There is no module 'factory_of_nobody', neither installed nor in"),
+        ({"model": "factory_of_words:mak"}, 2, "factory_of_words has no 'mak'. Did you mean 'make'?"),
+        ({"model": "factory_of_words:number"}, 2, "factory_of_words:number is a int"),
+        ({"model": "factory_of_words:model"}, 2, "factory_of_words:model is a Linear"),
+        ({"model": "factory_that_breaks:make"}, 1, "cannot be imported: ZeroDivisionError"),
+        ({"model": "factory_that_needs:make"}, 1, "nothing_of_that_name"),
+        ({"model": "factory_of_words:bad"}, 1, "factory_of_words:bad() failed: ZeroDivisionError"),
+        ({"model": "factory_of_words:needy"}, 1, "missing 1 required positional argument: 'inputs'"),
+        ({"method": "ewcc"}, 2, "Unknown method 'ewcc'"),
+        ({"method": "packnet"}, 1, "answers with more than the model's weights"),
+        ({"set": "ewc.strength=1"}, 2, "--set ewc: no such method is used here (er)"),
+        ({"set": "er.capacity=0"}, 2, "ER.capacity: got 0, allowed: 1 or more"),
+        ({"tolerance": "-1"}, 2, "tolerance: got '-1'"),
+        ({"momentum": "0.9"}, 2, "momentum: adam has none to set"),
+        ({"device": "nowhere"}, 2, "device 'nowhere' cannot be used here"),
+        ({"data": "none.npz"}, 1, "There is no file or folder none.npz"),
+        ({"weights": "none.safetensors"}, 1, "There is no file none.safetensors"),
+        ({"y": "label"}, 1, "has no array 'label'; it has x, y, x_test, y_test"),
+        ({"lr": "1e30", "optimizer": "sgd"}, 1, "The loss is"),
+    ],
+)
+def test_exit_codes_and_words(given, code, message, words, capsys):
+    assert words(**given) == code
+    error = capsys.readouterr().err
+    assert message in error and error.startswith("everlearn: ") and "Traceback" not in error
+    assert not Path("state/current.json").exists()
+
+
+def test_a_good_command_after_all(words, capsys):
+    Path("names.txt").write_text("zero\none\ntwo\nthree\n")
+    assert words(classes="names.txt", set="er.capacity=50", optimizer="sgd", momentum="0.9", lr="0.01") == 0
+    assert class_names("model.safetensors") == ["zero", "one", "two", "three"]
+    facts = json.loads(Path("state/update-0001/facts.json").read_text())
+    assert facts["training"]["optimizer"] == "SGD" and facts["method"]["fields"].startswith("ER(capacity=50")
+    assert words(classes="names.txt", set="er.capacity=50") == 0 and "nothing to do" in capsys.readouterr().out
+
+
+def test_stopped_by_hand(words, monkeypatch, capsys):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(process, "learn", stop)
+    assert words() == 130
+    assert "those of before, or of after" in capsys.readouterr().err
