@@ -45,6 +45,26 @@ def evaluate(
         return [_score(model, method, task, allowed, split, batch_size) for task in exams]
 
 
+def outputs_of(model: nn.Module, x: Any, name: str = "") -> int:
+    """How many outputs a model gives for such inputs.
+
+    Args:
+        model: in whatever mode; it is asked in eval mode and put back.
+        x: inputs, of which one is tried.
+        name: what they are called where the model cannot take them.
+    """
+    batch, task = Batch(x)[:1].to(device_of(model)), Task(name=name)
+    try:
+        with torch.no_grad(), evaluating(model):
+            out = model(batch.x)
+    except RuntimeError as error:
+        raise explain_error(error, task, batch, first=True) from error
+    if not isinstance(out, Tensor) or out.dim() != 2:
+        what = f"one of shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
+        raise TypeError(f"The model must give a row of outputs per example, a tensor with two axes; it gave {what}.")
+    return out.shape[1]
+
+
 def _score(
     model: nn.Module, method: Method, task: Task, allowed: Tensor | None, split: Split, batch_size: int
 ) -> float:

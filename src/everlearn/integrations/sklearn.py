@@ -1,0 +1,317 @@
+"""A classifier of arrays that goes on learning, with the words of scikit-learn, which itself is not needed."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from numbers import Integral
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from everlearn.heads import grow_output
+from everlearn.likelihood import Categorical
+from everlearn.method import Chain, Method
+from everlearn.nets import mlp
+from everlearn.seeds import derive, seeded
+from everlearn.stream import Stream, Task, allowed_classes
+from everlearn.trainer import train
+from everlearn.trainer.configuration import build
+from everlearn.trainer.evaluation import outputs_of
+from everlearn.trainer.training import OptimizerFactory, adam, device_of
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(eq=False)
+class Known:
+    """What a classifier has met.
+
+    Args:
+        shape: of one example.
+        outputs: which stands for which label, in the order of their coming.
+        tasks: the outputs of every task with a number; empty where tasks have none.
+        calls: how often it has learned.
+        last: the number of the last task.
+        part: which part of it was the last.
+    """
+
+    shape: tuple[int, ...]
+    outputs: dict[Any, int] = field(default_factory=dict)
+    tasks: list[set[int]] = field(default_factory=list)
+    calls: int = 0
+    last: int | None = None
+    part: int = 0
+
+    @property
+    def allowed(self) -> Tensor | None:
+        """Which outputs each numbered task has; None where tasks have no numbers, and all outputs compete."""
+        return allowed_classes("task", [sorted(own) for own in self.tasks], 0) if self.tasks else None
+
+    def enter(self, number: int | None, own: set[int]) -> None:
+        """Note that a task, or another part of the last one, is learned."""
+        if number is not None:
+            self.tasks += [set() for _ in range(number + 1 - len(self.tasks))]
+            self.tasks[number] |= own
+        here = self.calls if number is None else number
+        self.part = self.part + 1 if here == self.last else 0
+        self.last, self.calls = here, self.calls + 1
+
+
+@dataclass(eq=False)
+class ContinualClassifier:
+    """A classifier whose every ``partial_fit`` is a task, while a method keeps the earlier ones.
+
+    Labels may be numbers or words; classes that come later widen the output layer. Whole numbers in X become floats. With
+    ``task=`` in every ``partial_fit`` the classes of a task compete among themselves alone, and ``predict`` may be told the task;
+    calls with one number after each other are parts of one task. Without, all classes met so far compete. One seed gives one
+    classifier, bit for bit; your random state, module and method stay as they were.
+
+    After learning there are ``classes_`` (sorted; the columns of ``predict_proba``), ``n_features_in_``, ``model_`` and
+    ``method_``.
+
+    Args:
+        model: a function of (inputs, outputs), the shape of one example and the number of outputs, such as ``nets.mlp``; or one
+            without arguments; or a module, which is copied.
+        method: what protects earlier tasks; by default nothing does.
+        optimizer: a function of the parameters that makes one, anew for every call.
+        epochs: passes over the data of a call.
+        batch_size: examples per step.
+        seed: of the first weights and of the order of examples.
+        output: name of the output layer; by default the last ``nn.Linear``.
+        device: where to train; by default where the model is.
+
+    >>> from everlearn import ER
+    >>> x, y = np.eye(6).repeat(5, 0), np.array(list("aabbcc")).repeat(5)
+    >>> classifier = ContinualClassifier(method=ER(50), epochs=20).partial_fit(x[:20], y[:20])
+    >>> print(*classifier.partial_fit(x[20:], y[20:]).classes_)
+    a b c
+    >>> classifier.score(x, y)
+    1.0
+    """
+
+    model: Callable[..., nn.Module] | nn.Module = mlp
+    method: Method | None = None
+    optimizer: OptimizerFactory = adam
+    epochs: int = 10
+    batch_size: int = 32
+    seed: int = 0
+    output: str | None = None
+    device: str | torch.device | None = None
+
+    _estimator_type = "classifier"
+
+    def fit(self, X: Any, y: Any) -> Self:
+        """Forget everything and learn these examples.
+
+        Args:
+            X: a row per example.
+            y: a label for each.
+        """
+        for name in ("_known", "model_", "method_", "classes_", "n_features_in_"):
+            vars(self).pop(name, None)
+        return self.partial_fit(X, y)
+
+    def partial_fit(self, X: Any, y: Any, task: int | None = None, *, classes: Any = None) -> Self:
+        """Learn these examples as a task, after all that came before.
+
+        Args:
+            X: a row per example.
+            y: a label for each.
+            task: the number of the task, from 0, in all calls or in none.
+            classes: classes that will come, for methods that want all outputs from the start.
+        """
+        known = copy.deepcopy(vars(self).get("_known"))
+        x, labels = _inputs(X, None if known is None else known.shape), _labels(y)
+        known = known or Known(tuple(x.shape[1:]))
+        if len(x) != len(labels):
+            raise ValueError(f"X has {len(x)} examples and y has {len(labels)} labels: give one for each.")
+        if task is not None and (not isinstance(task, Integral) or task < 0):
+            raise ValueError(f"task: got {task!r}, allowed: a whole number from 0, or None in all calls.")
+        if known.calls and (task is None) == bool(known.tasks):
+            raise ValueError(
+                "task: give it in every call of partial_fit or in none; tasks with and without numbers do not mix."
+            )
+        named = _merged(vars(self).get("classes_"), labels, None if classes is None else _labels(classes))
+        for label in named.tolist():
+            known.outputs.setdefault(label, len(known.outputs))
+        pair = x, torch.tensor([known.outputs[label] for label in labels.tolist()])
+        known.enter(None if task is None else int(task), set(pair[1].tolist()))
+        self._learn(pair, known)
+        self._known, self.classes_, self.n_features_in_ = known, named, int(np.prod(known.shape))
+        return self
+
+    def predict(self, X: Any, task: Any = None) -> Array:
+        """The most likely class of each example.
+
+        Args:
+            X: a row per example.
+            task: the number of its task, for all examples or for each, where it is known.
+        """
+        self._check()
+        answer: Array = self.classes_[self._logits(X, task).argmax(1).numpy()]
+        return answer
+
+    def predict_proba(self, X: Any, task: Any = None) -> Array:
+        """The probability of every class, in the order of ``classes_``.
+
+        Args:
+            X: a row per example.
+            task: the number of its task, for all examples or for each, where it is known.
+        """
+        self._check()
+        return self._logits(X, task).double().softmax(1).numpy()
+
+    def score(self, X: Any, y: Any, sample_weight: Any = None, *, task: Any = None) -> float:
+        """The share of right answers.
+
+        Args:
+            X: a row per example.
+            y: a label for each.
+            sample_weight: how much each example counts; by default all alike.
+            task: the number of its task, for all examples or for each, where it is known.
+        """
+        return float(np.average(self.predict(X, task) == np.asarray(y), weights=sample_weight))
+
+    def get_params(self, deep: bool = True) -> dict[str, Any]:
+        """The arguments; with ``deep`` also the method's fields, as ``method__strength``.
+
+        Args:
+            deep: whether to look inside the method.
+        """
+        given = {f.name: getattr(self, f.name) for f in fields(self)}
+        if deep and isinstance(self.method, Method) and not isinstance(self.method, Chain):
+            given |= {f"method__{f.name}": getattr(self.method, f.name) for f in fields(self.method)}
+        return given
+
+    def set_params(self, **params: Any) -> Self:
+        """Change arguments, or fields of the method, for what is learned from scratch.
+
+        Args:
+            params: by name.
+        """
+        known = self.get_params()
+        for name, value in params.items():
+            if name not in known:
+                raise ValueError(f"ContinualClassifier has no parameter {name!r}; there are: {', '.join(known)}.")
+            own, _, inner = name.partition("__")
+            setattr(self, own, replace(getattr(self, own), **{inner: value}) if inner else value)
+        return self
+
+    def __sklearn_tags__(self) -> Any:  # only scikit-learn asks, so it is there
+        tags = importlib.import_module("sklearn.utils")
+        return tags.Tags(
+            estimator_type="classifier",
+            target_tags=tags.TargetTags(required=True),
+            classifier_tags=tags.ClassifierTags(),
+            input_tags=tags.InputTags(),
+        )
+
+    def __sklearn_is_fitted__(self) -> bool:
+        return "_known" in vars(self)
+
+    def _learn(self, pair: tuple[Tensor, Tensor], known: Known) -> None:
+        """In place, on a model that is wide enough; a call that fails leaves what was learned before."""
+        task = Task(pair, id=known.last, part=known.part, allowed=known.allowed, identity=bool(known.tasks))
+        model: nn.Module
+        method: Method
+        if not self.__sklearn_is_fitted__():
+            with seeded(derive(self.seed, "model")):
+                stream = Stream([task], "domain", inputs=known.shape, outputs=len(known.outputs))
+                model = build(self.model, stream).to(self.device)
+            method = copy.deepcopy(self.method) if self.method is not None else Method()
+        else:
+            both = vars(self)["model_"], vars(self)["method_"]
+            model, method = copy.deepcopy(both)  # together: they may hold each other's tensors
+        with seeded(derive(self.seed, "partial_fit", known.calls), device_of(model)):
+            if outputs_of(model, pair[0], "X") < len(known.outputs):
+                grow_output(model, len(known.outputs), self.output)
+            train(
+                model, method, task, optimizer=self.optimizer, epochs=self.epochs, batch_size=self.batch_size, seed=self.seed,
+                progress=False,
+            )  # fmt: skip
+        self.model_, self.method_ = model, method
+
+    @torch.no_grad()
+    def _logits(self, X: Any, task: Any) -> Tensor:
+        """Of every class, in the order of ``classes_``; minus infinity where a task does not have it."""
+        x, t, table = _inputs(X, self._known.shape), None, self._known.allowed
+        if task is not None:
+            t = torch.as_tensor(task).expand(len(x))
+            if table is None or not ((t >= 0) & (t < len(table))).all():
+                there = "tasks had no numbers" if table is None else f"there are 0 to {len(table) - 1}"
+                raise ValueError(f"task: got {task!r}, but {there} in partial_fit.")
+        device, rows = device_of(self.model_), []
+        for i in torch.arange(len(x)).split(1024):
+            of = None if t is None else t[i].to(device)
+            rows.append(self.method_.predict(self.model_, x[i].to(device), of).cpu())
+        out = torch.cat(rows)
+        if t is not None and table is not None:
+            out = Categorical().logits(out, table[t])
+        return out[:, [self._known.outputs[label] for label in self.classes_.tolist()]]
+
+    def _check(self) -> None:
+        if not self.__sklearn_is_fitted__():
+            kind = getattr(sys.modules.get("sklearn.exceptions"), "NotFittedError", ValueError)  # which is one
+            raise kind("This ContinualClassifier has learned nothing yet: call partial_fit(X, y) first.")
+
+
+def _inputs(X: Any, shape: tuple[int, ...] | None = None) -> Tensor:
+    """Rows of finite numbers, in the shape that is known; in the words that scikit-learn has for what is wrong."""
+    if hasattr(X, "toarray"):
+        raise TypeError("Sparse data are not supported: give X.toarray().")
+    array = np.asarray(X)
+    if array.dtype.kind == "c":
+        raise ValueError("Complex data not supported: give the real and the imaginary part as features.")
+    try:
+        with np.errstate(over="ignore"):  # what is too large becomes infinite, which is looked for below
+            array = array.astype(np.float32)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"X must be made of numbers, got others ({error}): make numbers of them first.") from None
+    if array.ndim < 2:
+        raise ValueError(
+            f"X must have a row per example, got the shape {array.shape}. Reshape your data: X.reshape(-1, 1)."
+        )
+    if not array.size:
+        what = "0 feature(s)" if len(array) else "0 sample(s)"
+        raise ValueError(f"Found array with {what} (shape={array.shape}) while a minimum of 1 is required.")
+    if shape is not None and array.shape[1:] != shape:
+        given, wanted = (" × ".join(map(str, s)) for s in (array.shape[1:], shape))
+        raise ValueError(f"X has {given} features, but ContinualClassifier is expecting {wanted} features as input.")
+    if wrong := int((~np.isfinite(array)).reshape(len(array), -1).any(1).sum()):
+        raise ValueError(f"{wrong} of {len(array)} rows of X hold NaN or infinity: fill them or leave them out.")
+    return torch.from_numpy(np.ascontiguousarray(array))
+
+
+def _labels(y: Any) -> Array:
+    """One label per example: whole numbers or words."""
+    if y is None:
+        raise ValueError("ContinualClassifier requires y to be passed, but the target y is None.")
+    labels = np.asarray(y)
+    if labels.ndim != 1:
+        raise ValueError(
+            f"y must be one class per example, got the shape {labels.shape}: give y.ravel() or one column."
+        )
+    if labels.dtype.kind == "O":
+        labels = labels.astype(str) if all(isinstance(v, str) for v in labels) else labels
+    if labels.dtype.kind == "f" and not np.isfinite(labels).all():
+        raise ValueError("Input y contains NaN or infinity: fill them or leave these examples out.")
+    if labels.dtype.kind not in "iubfUS" or (labels.dtype.kind == "f" and (labels != np.floor(labels)).any()):
+        raise ValueError(
+            f"Unknown label type: {labels.dtype}, continuous or of mixed kinds; a class is a whole number or a word."
+        )
+    return labels
+
+
+def _merged(known: Array | None, *new: Array | None) -> Array:
+    """All classes, sorted; words and numbers do not mix."""
+    parts = [part for part in (known, *new) if part is not None]
+    if len({part.dtype.kind in "US" for part in parts}) > 1:
+        raise ValueError("y: classes are words in one call and numbers in another; give the same kind in all.")
+    merged: Array = np.unique(np.concatenate(parts))
+    return merged

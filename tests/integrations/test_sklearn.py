@@ -1,0 +1,269 @@
+"""The classifier with the words of scikit-learn: equal to the trainer, at home in scikit-learn, clear where something is wrong."""
+
+import copy
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import everlearn
+from everlearn import ER, EWC, METHODS, Method, Task, allowed_classes, nets, streams
+from everlearn.heads import grow_output
+from everlearn.integrations.sklearn import ContinualClassifier
+from everlearn.seeds import derive, seeded
+
+
+def small(inputs, outputs):
+    return nets.mlp(inputs, outputs, hidden=(24,))
+
+
+def shaky(inputs, outputs):
+    return nn.Sequential(nn.Linear(*inputs, 24), nn.BatchNorm1d(24), nn.Dropout(0.2), nn.ReLU(), nn.Linear(24, outputs))
+
+
+def quick(parameters):
+    return torch.optim.Adam(parameters, lr=0.02)
+
+
+def digits(*classes, some=120):
+    x, y = streams.digits_data()[0]
+    own = torch.isin(y, torch.tensor(classes))
+    return x[own].flatten(1)[:some].numpy(), y[own][:some].numpy()
+
+
+def weights(model):
+    return torch.cat([v.flatten().float() for v in model.state_dict().values()])
+
+
+def classifier(method=None, **options):
+    return ContinualClassifier(**{"model": small, "method": method, "epochs": 2, "batch_size": 16, **options})
+
+
+@pytest.mark.parametrize("make", [small, shaky])
+@pytest.mark.parametrize("name", METHODS)
+def test_it_is_the_trainer(name, make):
+    parts, classes = [digits(0, 1), digits(2, 3), digits(0, 3)], [0, 1, 2, 3]
+    ours = classifier(METHODS[name](), model=make)
+    for x, y in parts:
+        ours.partial_fit(x, y, classes=classes)
+    with seeded(derive(0, "model")):
+        model = make((64,), 4)
+    method = METHODS[name]()
+    for call, (x, y) in enumerate(parts):
+        with seeded(derive(0, "partial_fit", call + 1)):
+            everlearn.train(model, method, Task((x, y), id=call), epochs=2, batch_size=16)
+    assert torch.equal(weights(ours.model_), weights(model))
+    x = torch.from_numpy(parts[2][0])
+    assert np.array_equal(ours.predict(parts[2][0]), method.predict(model, x).argmax(1).numpy())
+
+
+@pytest.mark.parametrize("name", ["ewc", "er", "packnet"])
+def test_with_numbered_tasks_it_is_the_task_incremental_trainer(name):
+    parts, table = [digits(0, 1), digits(2, 3)], allowed_classes("task", [[0, 1], [2, 3]], 0)
+    ours = classifier(METHODS[name]())
+    for task, (x, y) in enumerate(parts):
+        ours.partial_fit(x, y, task, classes=range(4))
+    with seeded(derive(0, "model")):
+        model = small((64,), 4)
+    method = METHODS[name]()
+    for task, (x, y) in enumerate(parts):
+        with seeded(derive(0, "partial_fit", task + 1)):
+            own = Task((x, y), id=task, allowed=table if task else table[:1, :2], identity=True)
+            everlearn.train(model, method, own, epochs=2, batch_size=16)
+    assert torch.equal(weights(ours.model_), weights(model))
+    for task, (x, y) in enumerate(parts):
+        assert set(ours.predict(x, task)) <= {2 * task, 2 * task + 1}
+        assert ours.predict_proba(x, task)[:, [2 - 2 * task, 3 - 2 * task]].max() == 0
+        exam = Task(test=(x, y), id=task, allowed=table, identity=True)
+        assert ours.score(x, y, task=task) == pytest.approx(everlearn.evaluate(model, method, [exam])[0])
+    both, y = (np.concatenate(p) for p in zip(*parts, strict=True))
+    of = np.repeat([0, 1], [len(parts[0][1]), len(parts[1][1])])
+    assert np.array_equal(
+        ours.predict(both, of), np.concatenate([ours.predict(x, t) for t, (x, _) in enumerate(parts)])
+    )
+    assert ours.predict(both).shape == y.shape, "where the task is not known all classes compete"
+
+
+def test_parts_of_a_task_have_an_order_of_their_own():
+    x, y = digits(0, 1)
+    ours = classifier().partial_fit(x, y, 0).partial_fit(x, y, 0)
+    with seeded(derive(0, "model")):
+        model = small((64,), 2)
+    for part in (0, 1):
+        task = Task((x, y), id=0, part=part, allowed=torch.ones(1, 2, dtype=torch.bool))
+        everlearn.train(model, Method(), task, epochs=2, batch_size=16)
+    assert torch.equal(weights(ours.model_), weights(model))
+
+
+def test_new_classes_widen_the_output():
+    first, second = digits(3, 7), digits(1, 5, 7)
+    ours = classifier(ER(100), epochs=8).partial_fit(*first)
+    assert ours.classes_.tolist() == [3, 7] and ours.model_[3].out_features == 2
+    by_hand = copy.deepcopy(ours)
+    ours.partial_fit(*second)
+    assert ours.classes_.tolist() == [1, 3, 5, 7] and ours.model_[3].out_features == 4
+    assert ours.score(*first) > 0.8 and ours.score(*second) > 0.8
+    said = ours.predict_proba(first[0])
+    assert said.shape == (len(first[0]), 4) and np.allclose(said.sum(1), 1)
+    assert np.array_equal(ours.classes_[said.argmax(1)], ours.predict(first[0])), (
+        "columns are sorted as the classes are"
+    )
+    model, y = (
+        by_hand.model_,
+        torch.tensor([{7: 1, 1: 2, 5: 3}[c] for c in second[1].tolist()]),
+    )  # in the order of their coming
+    with seeded(derive(0, "partial_fit", 2)):
+        grow_output(model, 4)
+        everlearn.train(model, by_hand.method_, Task((second[0], y), id=1), epochs=8, batch_size=16)
+    assert torch.equal(weights(model), weights(ours.model_))
+
+
+def test_words_and_other_labels():
+    x, y = digits(0, 1, 2)
+    names = np.array(["pear", "apple", "fig"])[y]
+    ours = classifier(epochs=20).fit(x, names)
+    assert ours.classes_.tolist() == ["apple", "fig", "pear"] and ours.score(x, names) > 0.9
+    assert classifier(epochs=20).fit(x, names.astype(object)).score(x, names) > 0.9
+    ours.partial_fit(x[:20], np.repeat(["pineapple"], 20))
+    assert "pineapple" in ours.classes_ and "pineapple" in ours.predict(x)
+    assert classifier().fit(x, y == 0).predict(x).dtype == bool
+    assert classifier().fit(x, y.astype(float)).classes_.dtype == float
+    assert classifier().fit(x.tolist(), y.tolist()).classes_.tolist() == [0, 1, 2]
+    assert classifier().fit((x * 16).astype(int), y).n_features_in_ == 64
+
+
+def test_a_module_is_copied_and_may_have_outputs_to_spare():
+    x, y = digits(0, 1)
+    module = small((64,), 9)
+    before = weights(module).clone()
+    ours = classifier(model=module).partial_fit(x, y)
+    assert torch.equal(weights(module), before) and ours.predict_proba(x).shape == (len(x), 2)
+    assert ours.partial_fit(*digits(2)).model_[3].out_features == 9
+    images = classifier(model=nets.cnn).partial_fit(x.reshape(-1, 1, 8, 8), y)
+    assert images.predict(x.reshape(-1, 1, 8, 8)).shape == y.shape
+
+
+def test_the_callers_things_stay():
+    method, state = EWC(), torch.get_rng_state()
+    x, y = digits(0, 1)
+    ours = classifier(method).partial_fit(x, y)
+    assert repr(method.state_dict()) == repr(EWC().state_dict()) and torch.equal(torch.get_rng_state(), state)
+    assert ours.method_.tasks == 1
+
+
+def test_a_call_that_fails_leaves_what_was_learned():
+    x, y = digits(0, 1)
+    ours = classifier(EWC()).partial_fit(x, y)
+    before, said = weights(ours.model_).clone(), ours.predict(x)
+    ours.set_params(optimizer=lambda ps: torch.optim.SGD(ps, lr=1e30))
+    with pytest.raises(FloatingPointError):
+        ours.partial_fit(*digits(2, 3))
+    assert torch.equal(weights(ours.model_), before) and np.array_equal(ours.predict(x), said)
+    assert ours.classes_.tolist() == [0, 1]
+
+
+def test_copies_and_pickles_go_on_alike():
+    ours = classifier(ER(50)).partial_fit(*digits(0, 1))
+    others = [copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))]
+    ends = [weights(one.partial_fit(*digits(2, 3)).model_) for one in (ours, *others)]
+    assert torch.equal(ends[0], ends[1]) and torch.equal(ends[0], ends[2])
+
+
+X, Y = np.eye(4).repeat(3, 0), np.arange(4).repeat(3)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda c: c.predict(X), "has learned nothing yet: call partial_fit(X, y) first"),
+        (lambda c: c.predict_proba(X), "has learned nothing yet"),
+        (lambda c: c.score(X, Y), "has learned nothing yet"),
+        (lambda c: c.partial_fit(X, Y).predict(X[:, :3]), "X has 3 features, but ContinualClassifier is expecting 4"),
+        (lambda c: c.partial_fit(X, Y).partial_fit(X[:, :3], Y), "X has 3 features, but"),
+        (lambda c: c.partial_fit(X, Y).predict(X.reshape(-1, 2, 2)), "X has 2 × 2 features, but"),
+        (lambda c: c.partial_fit(np.where(X == 1, np.nan, X), Y), "12 of 12 rows of X hold NaN"),
+        (lambda c: c.partial_fit(X, Y).predict(X * 1e300), "12 of 12 rows of X hold NaN or infinity"),
+        (lambda c: c.partial_fit(X[0], Y), "X must have a row per example, got the shape (4,)"),
+        (lambda c: c.partial_fit(X[:0], Y[:0]), "0 sample(s)"),
+        (lambda c: c.partial_fit(X.astype(str), np.array(["a"] * 11)), "12 examples and y has 11 labels"),
+        (lambda c: c.partial_fit([["a"]], ["b"]), "X must be made of numbers"),
+        (lambda c: c.partial_fit(X, None), "requires y to be passed"),
+        (lambda c: c.partial_fit(X, Y[:, None]), "got the shape (12, 1): give y.ravel()"),
+        (lambda c: c.partial_fit(X, Y / 2), "Unknown label type"),
+        (lambda c: c.partial_fit(X, np.full(12, np.nan)), "Input y contains NaN"),
+        (lambda c: c.partial_fit(X, np.array([1, "a"] * 6, dtype=object)), "Unknown label type"),
+        (lambda c: c.partial_fit(X, Y).partial_fit(X, Y.astype(str)), "words in one call and numbers in another"),
+        (lambda c: c.partial_fit(X, Y, task=-1), "task: got -1, allowed: a whole number from 0"),
+        (
+            lambda c: c.partial_fit(X, Y, task=0).partial_fit(X, Y),
+            "task: give it in every call of partial_fit or in none",
+        ),
+        (lambda c: c.partial_fit(X, Y).partial_fit(X, Y, task=0), "task: give it in every call"),
+        (lambda c: c.partial_fit(X, Y).predict(X, task=0), "task: got 0, but tasks had no numbers"),
+        (lambda c: c.partial_fit(X, Y, task=1).predict(X, task=2), "task: got 2, but there are 0 to 1"),
+        (lambda c: c.set_params(epoch=3), "has no parameter 'epoch'; there are: model, method, optimizer, epochs"),
+        (lambda c: c.set_params(model=nn.Linear(4, 2)).fit(X, Y), "The model is the output layer itself"),
+        (lambda c: c.set_params(model=nn.Linear(5, 2)).fit(X, Y), "The model cannot take the inputs of X"),
+        (lambda c: c.set_params(model=nn.Flatten(0)).fit(X, Y), "a tensor with two axes; it gave one of shape (4,)"),
+        (lambda c: c.set_params(epochs=0).fit(X, Y), "epochs must be a whole number of at least 1"),
+    ],
+)
+def test_what_is_wrong_is_said(call, message):
+    with pytest.raises((ValueError, TypeError)) as error:
+        call(classifier())
+    assert message in str(error.value)
+
+
+def test_parameters():
+    ours = classifier(EWC(3.0))
+    assert ours.get_params(deep=False).keys() == set(ContinualClassifier.__dataclass_fields__)
+    assert ours.get_params()["method__strength"] == 3.0 and ours.get_params()["epochs"] == 2
+    method = ours.method
+    assert ours.set_params(method__strength=5.0, epochs=7) is ours
+    assert ours.method.strength == 5.0 and ours.epochs == 7 and method.strength == 3.0
+    assert "method__strength" not in classifier(EWC() + ER()).get_params()
+
+
+def test_it_needs_no_scikit_learn():
+    code = "import sys; import everlearn.integrations.sklearn; assert 'sklearn' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+class TestInScikitLearn:
+    """Where it is installed."""
+
+    def test_clone(self):
+        base = pytest.importorskip("sklearn.base")
+        ours = classifier(EWC(3.0), model=small((64,), 3)).partial_fit(*digits(0, 1))
+        other = base.clone(ours)
+        assert other.method.strength == 3.0 and not hasattr(other, "classes_") and base.is_classifier(other)
+        assert torch.equal(weights(other.partial_fit(*digits(0, 1)).model_), weights(ours.model_))
+
+    def test_pipelines_cross_validation_and_grids(self):
+        selection = pytest.importorskip("sklearn.model_selection")
+        pipeline, preprocessing = pytest.importorskip("sklearn.pipeline"), pytest.importorskip("sklearn.preprocessing")
+        x, y = digits(0, 1, 2, some=150)
+        names = np.array(["pear", "apple", "fig"])[y]
+        whole = pipeline.make_pipeline(preprocessing.StandardScaler(), classifier(epochs=20))
+        assert selection.cross_val_score(whole, x, names, cv=3).mean() > 0.85
+        assert selection.cross_val_score(whole, x, names, cv=3, scoring="neg_log_loss").mean() > -0.5
+        grid = selection.GridSearchCV(classifier(EWC()), {"method__strength": [1.0, 9.0], "epochs": [1, 9]}, cv=2)
+        assert grid.fit(x, names).best_params_["epochs"] == 9
+        sizes, _, scores = selection.learning_curve(
+            classifier(epochs=9), x, names, train_sizes=[30, 60], exploit_incremental_learning=True, cv=2
+        )
+        assert sizes.tolist() == [30, 60] and scores[-1].mean() > 0.7
+
+    @pytest.mark.filterwarnings("ignore:Estimator ContinualClassifier does not inherit")  # that is the point
+    def test_its_own_checks(self):
+        checks = pytest.importorskip("sklearn.utils.estimator_checks")
+        known = {"check_supervised_y_2d": "a column of labels is refused, not flattened with a warning"}
+        every = checks.check_estimator(
+            classifier(optimizer=quick, epochs=8), expected_failed_checks=known, on_fail=None, on_skip=None
+        )
+        wrong = {c["check_name"]: c["exception"] for c in every if c["status"] == "failed"}
+        assert not wrong and len(every) > 40
