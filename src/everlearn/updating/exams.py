@@ -9,14 +9,10 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from everlearn.batch import Batch
-from everlearn.checks import explain_error
 from everlearn.method import Method
-from everlearn.params import evaluating
 from everlearn.seeds import generator
 from everlearn.stream import Task
-from everlearn.trainer import evaluate
-from everlearn.trainer.training import device_of
+from everlearn.trainer.evaluation import evaluate, outputs_of
 
 GIVEN = -1  # the number of an exam that comes with an update and is not kept
 
@@ -72,22 +68,8 @@ def measure(model: nn.Module, exams: Iterable[Exam]) -> dict[int, float]:
     return {exam.number: _score(model, exam) for exam in exams}
 
 
-def outputs_of(model: nn.Module, exam: Exam) -> int:
-    """How many outputs the model gives for such inputs."""
-    batch = Batch(exam.x[:1]).to(device_of(model))
-    try:
-        with torch.no_grad(), evaluating(model):
-            out = model(batch.x)
-    except RuntimeError as error:
-        raise explain_error(error, exam.task, batch, first=True) from error
-    if not isinstance(out, Tensor) or out.dim() != 2:
-        what = f"one of shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
-        raise TypeError(f"The model must give one row of outputs per example, a tensor with two axes; it gave {what}.")
-    return out.shape[1]
-
-
 def _score(model: nn.Module, exam: Exam) -> float:
-    known = exam.y < outputs_of(model, exam)
+    known = exam.y < outputs_of(model, exam.x, str(exam))
     if not known.any():
         return 0.0
     [right] = evaluate(

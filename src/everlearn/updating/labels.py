@@ -58,10 +58,6 @@ class Classes:
             )
         return outputs + len(beyond)
 
-    def called(self, numbers: Sequence[int]) -> list[str]:
-        """What outputs are called."""
-        return [self.names[n] if self.names else str(n) for n in numbers]
-
     def _words(self, data: Data) -> list[str]:
         """The classes of the data by name; none where they are the numbers of outputs, named or not."""
         if data.names or not self._numerals:

@@ -16,9 +16,11 @@ from everlearn.cost import Clock
 from everlearn.fingerprint import fingerprint
 from everlearn.method import Method, label
 from everlearn.sources.data import Data
+from everlearn.trainer.evaluation import outputs_of
 from everlearn.trainer.training import OptimizerFactory, Training, adam
 from everlearn.updating import reading
-from everlearn.updating.exams import GIVEN, Exam, measure, outputs_of
+from everlearn.updating.exams import GIVEN, Exam, measure
+from everlearn.updating.labels import Classes
 from everlearn.updating.learning import How, check_method, learn, packed, remember
 from everlearn.updating.outcome import Rules, Update
 from everlearn.updating.reading import Reading
@@ -117,13 +119,13 @@ class Material:
         (x, y), held = self.classes.numbered(raw, self.title)
         self.pair = (x, y)
         self.exam = Exam(now.number + 1, self.title, *held).at_most(rules.keep or len(held[1]))
-        self.outputs = outputs_of(now.model, self.exam)
+        self.outputs = outputs_of(now.model, x, self.title)
         if len(known.names) > self.outputs:
             raise ValueError(
                 f"classes: {len(known.names)} are named, but the model has {self.outputs} outputs; name these."
             )
         self.needed = self.classes.needed(torch.cat([y, held[1]]), self.outputs, self.title)
-        self.print = fingerprint([self.pair, held, self.classes.names])
+        self.print = fingerprint([self.pair, held])
         self.learned_as = now.prints.get(str(self.print))
         self.old_pair, self.old_exam = None, None
         if old is not None:
@@ -138,6 +140,18 @@ class Material:
             f"{self.title} was learned in update {self.learned_as}: there is nothing to do. To learn it once more, say so: again=True "
             "(--again on the command line)."
         )
+
+    def news(self, known: Classes) -> list[str]:
+        """What is to be said of new classes."""
+        grew = self.needed > self.outputs
+        names = list(self.classes.names[len(known.names) :])
+        if grew and not names:
+            names = list(map(str, range(self.outputs, self.needed)))
+        wide = (
+            f" The output layer grew from {self.outputs} to {self.needed} outputs: load the weights with everlearn.updating.load, or "
+            "make the model as wide."
+        )
+        return [f"New classes: {', '.join(names)}.{wide if grew else ''}"] if names else []
 
     def _read(self, now: Standing, data: Any, title: str, rules: Rules) -> Data:
         found = reading.read(data, now.reading, rules.exam)
@@ -158,23 +172,18 @@ def _learned(now: Standing, task: Material, rules: Rules, how: How) -> Learned:
     elif now.version is None and task.old_pair is not None:
         with clock("consolidate"):
             remember(now.model, method, task.old_pair, how)
-    start, model = packed(method), copy.deepcopy(now.model)
-    if task.needed > task.outputs:
-        new = task.classes.called(range(task.outputs, task.needed))
-        notes.append(
-            f"The output layer grew from {task.outputs} to {task.needed} outputs, for {', '.join(new)}: load the weights with "
-            "everlearn.updating.load, or make the model as wide."
-        )
+    start = packed(method)
     grown = task.needed if task.needed > task.outputs else None
-    trained = learn(model, method, task.pair, now.number + 1, grown, how)
+    trained = learn(now.model, method, task.pair, now.number + 1, grown, how)
     clock.add(trained.seconds)
+    notes += task.news(now.classes)
     with clock("evaluate"):
-        after = measure(model, exams)
+        after = measure(now.model, exams)
     done = Update(now.number + 1, label(method), exams=exams, before=before, after=after, rules=rules, notes=notes)
     done.learned = {n: row[n] for n, row in now.history.items() if n in row}
     done.fall = rules.fall(before, after, done.old)
     done.accepted = done.fall is None or done.fall <= rules.tolerance
-    return Learned(done, model, start, task.classes, task.pair, str(task.print), dict(clock.seconds))
+    return Learned(done, start, task.classes, task.pair, str(task.print), dict(clock.seconds))
 
 
 def _blind(method: Method) -> str:

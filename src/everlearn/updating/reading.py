@@ -81,7 +81,7 @@ def _file(path: Path, how: Reading, share: float) -> Data:
                 raise ValueError(f"{path} is a folder of images: say to what side in pixels to bring them, size=….")
             return image_folder(path, size=how.size, grey=bool(how.grey), test=share)
         if kind == ".npz":
-            return npz(path, x=how.x[0] if how.x else "x", y=how.y or "y", test=share)
+            return npz(path, x=how.x[0] if len(how.x) == 1 else "x", y=how.y or "y", test=share)
         if kind in TABLES:
             return table(path, target=how.y or "y", features=how.x or None, test=share)
     except ValueError as error:

@@ -70,6 +70,9 @@ class Standing:
             part.unlink(missing_ok=True)
         if self.behind:
             replace_file(self.weights)
+            self.notes.append(
+                f"{self.weights.path.name} was still that of before update {self.number}, which was stopped; it is put right."
+            )
 
 
 def replace_file(weights: Weights) -> None:
@@ -120,19 +123,14 @@ def _deployed(path: Path, version: Version, accept: bool) -> tuple[Weights, bool
         raise FileNotFoundError(
             f"There is no file {path}; what update {version.number} wrote lies in {version.folder / MODEL}: copy it there."
         )
-    real, right = path.resolve(), version.facts["files"][MODEL]
-    there = files.digest(real.read_bytes())
-    if there == right:
+    there = files.digest(path.read_bytes())
+    if there == version.facts["files"][MODEL]:
         return files.read(path), False, []
     if there == version.facts["replaced"]:
-        note = f"{path.name} was still that of before update {version.number}, which was stopped; it is put right."
-        return files.parsed(real, version.read(MODEL)), True, [note]
+        return files.parsed(path.resolve(), version.read(MODEL)), True, []
     if accept:
-        return (
-            files.read(path),
-            False,
-            [f"{path.name} is not what update {version.number} wrote; as you said, it is gone on from."],
-        )
+        note = f"{path.name} is not what update {version.number} wrote; as you said, it is gone on from."
+        return files.read(path), False, [note]
     raise ValueError(
         f"{path} is not what update {version.number} wrote, somebody has changed it: put {version.folder / MODEL} in its place, or go on "
         f"from it as it is, {ACCEPT}."

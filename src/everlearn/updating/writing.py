@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from everlearn import atomic
 from everlearn.cost import state_bytes
@@ -35,7 +35,6 @@ class Learned:
 
     Args:
         update: the outcome.
-        model: the new one.
         start: the method's state before these data, as bytes.
         classes: of the new model's outputs.
         pair: what was learned.
@@ -44,7 +43,6 @@ class Learned:
     """
 
     update: Update
-    model: nn.Module
     start: bytes
     classes: Classes
     pair: tuple[Tensor, Tensor]
@@ -59,7 +57,7 @@ def accept(folder: State, now: Standing, done: Learned, how: How) -> None:
     if now.version is None:
         _write_first(folder, now, done, made)
     facts = {UPDATE: str(update.number), CLASSES: json.dumps(done.classes.names)}
-    new = files.packed(done.model, facts)
+    new = files.packed(now.model, facts)
     update.place = folder.place(update.number)
     update.notes.append(
         f"{now.weights.path.name} is that of update {update.number} now; {update.place} holds it, what the method knows, and report.html."
@@ -150,7 +148,7 @@ def _report(update: Update, name: str) -> dict[str, bytes]:
 
 def _result(now: Standing, done: Learned, history: History, how: How, made: dict[str, Any]) -> Result:
     """All updates so far as one result."""
-    update, model = done.update, done.model
+    update, model = done.update, now.model
     same = len({frozenset(e.y.unique().tolist()) for e in update.exams}) == 1
     stream = Stream(
         [Task(done.pair, id=update.number)],
