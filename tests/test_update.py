@@ -21,7 +21,7 @@ from everlearn.updating import Reading, class_names, load, process, update
 from everlearn.updating.state import State
 
 pytest.importorskip("cyclopts")
-from everlearn.cli.app import start
+from everlearn.cli.app import app, start
 
 FAST = Training(epochs=4, batch_size=32)
 
@@ -200,7 +200,7 @@ def test_the_exit_code_of_a_refusal(shop, capsys):
     before = tree(shop)
     words = "update --model factory_of_refusal:make --weights model.safetensors --state state --data new.npz --method finetune"
     assert start([*words.split(), "--old", "old.npz", "--threads", "1"]) == 3
-    assert "points less; 2 less are allowed" in capsys.readouterr().out
+    assert "points less, at most 2 less are allowed" in capsys.readouterr().out
     assert tree(shop) == before and not Path("state/current.json").exists()
     assert start([*words.split(), "--old", "old.npz", "--tolerance", "100", "--dry-run"]) == 0
     assert "A dry run: nothing is written." in capsys.readouterr().out and tree(shop) == before
@@ -649,6 +649,16 @@ def test_parquet_and_images(shop):
 
 
 # The command.
+
+
+def test_the_commands_of_the_page_are_real():
+    page = (Path(__file__).parents[1] / "docs/updating.md").read_text(encoding="utf-8")
+    lines = [line.split(" > ")[0] for line in page.splitlines() if line.startswith("everlearn update --")]
+    for line in lines:
+        _, bound, _ = app.parse_args(line.split()[1:], exit_on_error=False, print_error=False)
+        assert bound.kwargs["options"].model == "shop.models:make_model"
+    assert len(lines) == 3
+
 
 OK = ["--model", "factory_of_words:make", "--weights", "model.safetensors", "--state", "state", "--data", "new.npz"]
 

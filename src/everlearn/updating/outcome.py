@@ -110,8 +110,8 @@ class Update:
             return "Old accuracy was not measured: there is no exam of old skills yet."
         then, now = (100 * fmean(scores[n] for n in self.old) for scores in (self.before, self.after))
         moved = f"{abs(self.fall):.1f} points {'less' if self.fall > 0 else 'more'}" if self.fall else "no change"
-        what = "in the exam that lost most" if self.rules.each else "on average"
-        return f"Old accuracy {then:.1f} → {now:.1f}, {what} {moved}; {self.rules.tolerance:g} less are allowed."
+        what = "; in the exam that lost most" if self.rules.each else ":"
+        return f"Old accuracy {then:.1f} → {now:.1f}{what} {moved}, at most {self.rules.tolerance:g} less are allowed."
 
 
 def with_this(history: History, update: Update) -> dict[int, Scores]:
