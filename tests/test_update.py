@@ -216,6 +216,13 @@ def test_the_mean_or_each(shop):
     assert "in the exam that lost most" in str(go(digits(0, 1, shift=2), each=True))
 
 
+def test_exams_too_small_to_tell(shop):
+    few = Data(digits(0, 1)[0], tuple(v[:20] for v in digits(0, 1)[1]))
+    said = str(go(digits(0, 1, shift=1), old=few, tolerance=4.0, dry_run=True))
+    assert "one answer alone may be 5.0 points" in said
+    assert "one answer alone" not in str(go(digits(0, 1, shift=1), old=few, tolerance=5.0, dry_run=True))
+
+
 def test_without_old_data_the_first_update_says_what_it_cannot_do(shop):
     done = go(digits(0, 1, shift=1), EWC(), tolerance=0.0)
     assert done.accepted and done.fall is None
@@ -268,6 +275,21 @@ def test_exams_are_held_back_from_arrays(shop):
     assert len(memory) == 30
     exam = done.exams[0].x.flatten(1)
     assert not (memory[:, None] == exam[None]).all(2).any(), "nobody learns from an exam"
+
+
+def test_a_file_of_all_months_does_not_teach_the_exams(shop):
+    january, february = digits(0, 1, shift=1), digits(2, 3, shift=1)
+    go(january)
+    every = tuple(torch.cat(parts) for parts in zip(*january, *february, strict=True))
+    done = go(every)
+    asked = len(january[1][1])
+    assert " examples of the new data are in exams of old skills, and were not learned." in str(done)
+    facts = json.loads(Path("state/update-0002/facts.json").read_text())
+    assert facts["data"]["examples"] + len(done.exams[-1]) < len(every[1]) and len(done.exams[0]) == asked
+    rows = torch.load("state/update-0002/method.pt", weights_only=True)["memory"]["rows"]["x"].flatten(1)
+    assert not (rows[:, None] == done.exams[0].x.flatten(1)[None]).all(2).any()
+    with pytest.raises(ValueError, match="are in exams of old skills: there is nothing to learn"):
+        go(Data(january[1], february[1]))
 
 
 # Killed.

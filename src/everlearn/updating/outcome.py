@@ -89,6 +89,18 @@ class Update:
         """The numbers of the exams of old skills."""
         return [exam.number for exam in self.exams if exam.number != self.number]
 
+    def doubts(self) -> list[str]:
+        """A word of warning where the old exams are too small to tell."""
+        sizes = [len(exam) for exam in self.exams if exam.number != self.number]
+        if not sizes:
+            return []
+        step = 100 / min(sizes) / (1 if self.rules.each else len(sizes))
+        if step <= self.rules.tolerance:
+            return []
+        return [
+            f"The old exams are small: one answer alone may be {step:.1f} points, more than what is allowed; give more examples."
+        ]
+
     def __str__(self) -> str:
         if not self.new:
             return "\n".join(self.notes)

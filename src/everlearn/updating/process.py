@@ -19,7 +19,7 @@ from everlearn.sources.data import Data
 from everlearn.trainer.evaluation import outputs_of
 from everlearn.trainer.training import OptimizerFactory, Training, adam
 from everlearn.updating import reading
-from everlearn.updating.exams import GIVEN, Exam, measure
+from everlearn.updating.exams import GIVEN, Exam, measure, unexamined
 from everlearn.updating.labels import Classes
 from everlearn.updating.learning import How, check_method, learn, packed, remember
 from everlearn.updating.outcome import Rules, Update
@@ -132,6 +132,19 @@ class Material:
             number, name = (0 if now.version is None else GIVEN), _title(old, "the old data")
             self.old_pair, held = known.numbered(self._read(now, old, name, rules), name)
             self.old_exam = Exam(number, name, *held).at_most(rules.keep or len(held[1]))
+        self._leave_out(now)
+
+    def _leave_out(self, now: Standing) -> None:
+        """Nobody learns from an exam, be it of before."""
+        old, every = [e for e in (*now.exams, self.old_exam) if e is not None], len(self.pair[1])
+        self.pair = unexamined(self.pair, old)
+        if self.old_pair is not None:
+            self.old_pair = unexamined(self.old_pair, [*old, self.exam])
+        self.left_out = every - len(self.pair[1])
+        if not len(self.pair[1]):
+            raise ValueError(
+                f"All {every} examples of {self.title} are in exams of old skills: there is nothing to learn."
+            )
 
     @property
     def known_already(self) -> str:
@@ -142,7 +155,7 @@ class Material:
         )
 
     def news(self, known: Classes) -> list[str]:
-        """What is to be said of new classes."""
+        """What is to be said of the data."""
         grew = self.needed > self.outputs
         names = list(self.classes.names[len(known.names) :])
         if grew and not names:
@@ -151,7 +164,10 @@ class Material:
             f" The output layer grew from {self.outputs} to {self.needed} outputs: load the weights with everlearn.updating.load, or "
             "make the model as wide."
         )
-        return [f"New classes: {', '.join(names)}.{wide if grew else ''}"] if names else []
+        told = [f"New classes: {', '.join(names)}.{wide if grew else ''}"] if names else []
+        if self.left_out:
+            told.append(f"{self.left_out} examples of {self.title} are in exams of old skills, and were not learned.")
+        return told
 
     def _read(self, now: Standing, data: Any, title: str, rules: Rules) -> Data:
         found = reading.read(data, now.reading, rules.exam)
@@ -183,6 +199,7 @@ def _learned(now: Standing, task: Material, rules: Rules, how: How) -> Learned:
     done.learned = {n: row[n] for n, row in now.history.items() if n in row}
     done.fall = rules.fall(before, after, done.old)
     done.accepted = done.fall is None or done.fall <= rules.tolerance
+    notes += done.doubts()
     return Learned(done, start, task.classes, task.pair, str(task.print), dict(clock.seconds))
 
 
