@@ -1,3 +1,4 @@
+import io
 import json
 import os
 import signal
@@ -215,3 +216,16 @@ def test_stopping_keeps_what_is_finished(tmp_path):
     _, error = process.communicate(timeout=30)
     assert process.returncode == 130 and error.endswith("the same command goes on from there.\n")
     assert len(results.load(tmp_path)) >= 2
+
+
+def test_a_terminal_sees_runs_tasks_and_steps(tmp_path, monkeypatch, capsys):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setattr("sys.stderr", Terminal())
+    assert start(["run", "--methods", "ewc,er", "--epochs", "5", "--hidden", "20", "--out", str(tmp_path)]) == 0
+    shown = sys.stderr.getvalue()
+    for word in ("runs:", "EWC:", "task 0:", "run/s", "task/s", "step/s", "epoch=", "loss=", "so far"):
+        assert word in shown, word
+    assert "[2/2] ER" in capsys.readouterr().out
