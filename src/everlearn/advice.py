@@ -165,6 +165,8 @@ def _against(needs: Needs, t: Traits) -> list[str]:
     if needs.copies is not None and t.copies_after(tasks) > needs.copies:
         copies = t.copies_after(tasks)
         found.append(f"keeps about {copies:.2g} copies of the model with {tasks} tasks, more than {needs.copies:.2g}")
+    if room(needs, t) == 0:
+        found.append("has no room for a single example")
     if needs.time is not None and t.step_of(tasks) > needs.time:
         found.append(f"a step costs about {t.step_of(tasks):.1f} plain ones, more than {needs.time:g}")
     return found

@@ -20,7 +20,7 @@ from everlearn.stream import Stream
 from everlearn.trainer.training import Training
 from everlearn.tuning import Tuned, tune
 from everlearn.tuning.picture import png
-from everlearn.tuning.space import Given
+from everlearn.tuning.space import Given, parts
 
 
 class Tuning(BaseModel):
@@ -50,14 +50,20 @@ def tuned(plan: Plan, options: Tuning) -> None:
             "methods": plan.methods if "methods" in given else "ewc",
         }
     )
-    todo = [cell for cell in cells(plan) if cell.seed == 0]
+    if plan.workers > 1 or plan.track:
+        raise UsageError("Trials run one after the other and are not tracked: leave --workers and --track out.")
+    todo, wanted = [cell for cell in cells(plan) if cell.seed == 0], _fields(options.fields)
     if any(cell.joint for cell in todo):
         raise UsageError("'joint' has no strength to tune: name methods, as in --methods ewc,si.")
+    if strange := set(wanted) - {type(m).__name__ for cell in todo for m in parts(cell.method)}:
+        raise UsageError(
+            f"--fields names {', '.join(sorted(strange))}, which is not among the methods ({plan.methods})."
+        )
     for cell in todo:
         streams = [Cell(plan, cell.stream, cell.scenario, cell.method, False, s).made() for s in range(plan.seeds)]
         streams = streams if options.first is None else [stream.first(options.first) for stream in streams]
         folder = plan.out / readable(cell.stream, cell.scenario, label(cell.method))
-        found = _study(cell, streams, options, folder)
+        found = _study(cell, streams, options, wanted, folder)
         best, picture = folder / "best.yaml", folder / "trade-off.png"
         atomic.write(best, _file(cell, found).encode())
         atomic.write(picture, png(found))
@@ -65,38 +71,44 @@ def tuned(plan: Plan, options: Tuning) -> None:
             f"{cell.stream}, {cell.scenario}-incremental, {label(cell.method)}: averages on validation data, the best first"
         )
         print(_table(found, streams[0].exams[0].likelihood.score_name))
-        print(
-            f"\nThe trade-off is drawn in {picture}, runs are in {folder / 'trials'}. On test data: everlearn run {best}\n"
-        )
+        data = "" if plan.data is None else f" --data {plan.data}"
+        print(f"\nThe trade-off is drawn in {picture}, runs are in {folder / 'trials'}.")
+        print(f"On test data: everlearn run {best}{data}\n")
 
 
-def _study(cell: Cell, streams: list[Stream], options: Tuning, folder: Path) -> Tuned:
+def _study(
+    cell: Cell, streams: list[Stream], options: Tuning, wanted: dict[str, dict[str, Given]], folder: Path
+) -> Tuned:
     p = cell.plan
+    fields = {
+        f"{kind}.{name}": given
+        for kind in dict.fromkeys(type(m).__name__ for m in parts(cell.method))
+        for name, given in wanted.get(kind, {}).items()
+    }
     training = Training(
         p.passes(streams[0]), p.iterations, p.batch_size, 0, None, p.clip, p.accumulate, p.precision, None
     )
     return tune(
-        p.net_maker, cell.method, streams.__getitem__, fields=_fields(options.fields), trials=options.trials, seeds=p.seeds,
+        p.net_maker, cell.method, streams.__getitem__, fields=fields or None, trials=options.trials, seeds=p.seeds,
         prune=options.prune, training=training, optimizer=optimizer(p), keep_optimizer=p.keep_optimizer, device=p.device,
         out=folder,
     )  # fmt: skip
 
 
-def _fields(text: str) -> dict[str, Given] | None:
-    """What was typed, with the classes' names."""
-    wanted: dict[str, Given] = {}
+def _fields(text: str) -> dict[str, dict[str, Given]]:
+    """What was typed, by the classes' names."""
+    wanted: dict[str, dict[str, Given]] = {}
     for word in words(text):
         path, equals, ends = word.partition("=")
         parse_settings([f"{path}=0"])  # refuses what is no field
-        name, _, field = path.partition(".")
+        name, _, field = path.strip().partition(".")
         low, _, high = ends.partition(":")
         try:
-            wanted[f"{look_up('method', name, METHODS).__name__}.{field}"] = (
-                (float(low), float(high)) if equals else None
-            )
+            given = (float(low), float(high)) if equals else None
         except ValueError:
             raise UsageError(f"A range reads LOW:HIGH, as in ewc.strength=1:1e9; got {word!r}.") from None
-    return wanted or None
+        wanted.setdefault(look_up("method", name, METHODS).__name__, {})[field] = given
+    return wanted
 
 
 def _file(cell: Cell, found: Tuned) -> str:
