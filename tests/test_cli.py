@@ -81,7 +81,7 @@ def test_a_yaml_file_has_the_same_keys_and_the_command_line_wins(settings, tmp_p
         (["run", "--set", "l2.strength=big", "--methods", "l2"], "l2.strength: got 'big', allowed: a valid number"),
         (["run", "--set", "finetune.x=1"], "finetune has no field 'x'. It has no fields."),
         (["run", "--set", "strength=1"], "METHOD.FIELD=VALUE"),
-        (["run", "--set", "l2.strength=1", "--methods", "finetune"], "--set l2: no such method is among those to run"),
+        (["run", "--set", "l2.strength=1", "--methods", "finetune"], "Fields of l2 are set, which is not among the methods to run"),
         (["run", "--epochs", "0"], "epochs: got '0', allowed: greater than or equal to 1"),
         (["run", "--epochs", "many"], "epochs: got 'many', allowed: a valid integer"),
         (["run", "--optimizer", "sdg"], "optimizer: got 'sdg', allowed: 'sgd', 'adam', 'adamw' or 'rmsprop'"),

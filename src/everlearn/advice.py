@@ -176,7 +176,7 @@ def _place(advice: Advice, needs: Needs) -> tuple[float, ...]:
     """What is sorted by: measured before not measured, promises before hopes, reference points last, cheap before dear."""
     t, kept = advice.traits, advice.kept
     if not advice.fits or t is None:
-        return (1, len(advice.against))
+        return (1, advice.kind is Method, len(advice.against))
     if kept is not None:
         return (0, 0, -kept)
     promised = t.zero_forgetting and needs.scenario == "task"
@@ -204,6 +204,6 @@ def _split(memory: str) -> tuple[float, str]:
     found = re.fullmatch(r"\s*(\d+\.?\d*)\s*(x|kB|MB|GB)\s*", memory, re.IGNORECASE)
     if not found:
         raise ValueError(
-            f"memory: got {memory!r}, allowed: copies of the model, as in 2x, or bytes, as in 500kB, 20MB, 1GB."
+            f"memory: got {memory!r}, allowed: copies of the model, as in 2x, or bytes, as in 500kB, 20MB, 1GB"
         )
     return float(found[1]), found[2].lower()

@@ -21,7 +21,7 @@ from everlearn.cli.names import UsageError, explain
 from everlearn.cli.plan import Cell, Plan, cells, read
 from everlearn.cli.reproduce import Reproduction
 from everlearn.cli.reproduce import reproduce as reproduction
-from everlearn.cli.tune import Tuning, tuned
+from everlearn.cli.tune import Trials, Tuning, tuned
 from everlearn.cli.workers import outcomes
 from everlearn.methods import METHODS
 from everlearn.report.files import Format, write
@@ -145,7 +145,7 @@ def reproduce(table: str, *, options: Annotated[Reproduction, Parameter(name="*"
 def tune(
     config: Path | None = None,
     *,
-    plan: Annotated[Plan, Parameter(name="*")] = Plan(),  # noqa: B008
+    plan: Annotated[Trials, Parameter(name="*")] = Trials(),  # noqa: B008
     tuning: Annotated[Tuning, Parameter(name="*")] = Tuning(),  # noqa: B008
 ) -> int:
     """Find a method's strength, or other fields, on validation data held back from training.
@@ -252,12 +252,15 @@ def start(arguments: Sequence[str]) -> int:
 def _run_all(todo: list[Cell], plan: Plan, force: bool, talk: bool) -> tuple[int, list[Result]]:
     """Each cell in turn; one that fails is reported and does not stop the others."""
     done: dict[int, Result] = {}
+    failures: set[str] = set()
     started = datetime.now(UTC).isoformat(timespec="seconds")
     with tqdm(total=len(todo), desc="runs", unit="run", leave=False, disable=None) as bar:
         for ended, (i, outcome) in enumerate(outcomes(todo, plan.workers, plan.threads, force), 1):
             bar.update()
             if isinstance(outcome, Exception):
-                bar.write(f"everlearn: {todo[i]} failed: {outcome}", file=sys.stderr)
+                why = str(outcome) if str(outcome) not in failures else "as above."
+                failures.add(str(outcome))
+                bar.write(f"everlearn: {todo[i]} failed: {why}", file=sys.stderr)
                 continue
             done[i] = outcome
             if talk:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from everlearn.report.table import columns
 from everlearn.results import amount, readable
 from everlearn.stream import Stream
 from everlearn.trainer.training import Training
-from everlearn.tuning import Tuned, tune
+from everlearn.tuning import Trial, Tuned, tune
 from everlearn.tuning.picture import png
 from everlearn.tuning.space import Given, parts
 
@@ -40,16 +41,18 @@ class Tuning(BaseModel):
     )
 
 
-def tuned(plan: Plan, options: Tuning) -> None:
-    """A study for every stream, scenario and method of the plan; seeds are averaged."""
-    given = plan.model_fields_set
-    plan = plan.model_copy(
-        update={
-            "valid": plan.valid or 0.1,
-            "out": plan.out if "out" in given else Path("runs/tune"),
-            "methods": plan.methods if "methods" in given else "ewc",
-        }
+class Trials(Plan):
+    """What ``everlearn run`` would be told, with the defaults of tuning."""
+
+    methods: str = Field("ewc", description="Methods, separated by commas, a study each; 'ewc+lwf' chains two.")
+    valid: float = Field(
+        0.1, gt=0, lt=1, description="Share of training examples held back, which the choice is made on."
     )
+    out: Path = Field(Path("runs/tune"), description="Folder of the studies.")
+
+
+def tuned(plan: Trials, options: Tuning) -> None:
+    """A study for every stream, scenario and method of the plan; seeds are averaged."""
     if plan.workers > 1 or plan.track:
         raise UsageError("Trials run one after the other and are not tracked: leave --workers and --track out.")
     todo, wanted = [cell for cell in cells(plan) if cell.seed == 0], _fields(options.fields)
@@ -73,6 +76,9 @@ def tuned(plan: Plan, options: Tuning) -> None:
         print(_table(found, streams[0].exams[0].likelihood.score_name))
         data = "" if plan.data is None else f" --data {plan.data}"
         print(f"\nThe trade-off is drawn in {picture}, runs are in {folder / 'trials'}.")
+        for d in found.at:
+            if not d.words and found.best.values[d.name] in (d.search.low, d.search.high):
+                print(f"The best {d.name} is at an end of its range: look beyond it with --fields.")
         print(f"On test data: everlearn run {best}{data}\n")
 
 
@@ -91,8 +97,13 @@ def _study(
     return tune(
         p.net_maker, cell.method, streams.__getitem__, fields=fields or None, trials=options.trials, seeds=p.seeds,
         prune=options.prune, training=training, optimizer=optimizer(p), keep_optimizer=p.keep_optimizer, device=p.device,
-        out=folder,
+        out=folder, told=None if sys.stderr.isatty() else _line,
     )  # fmt: skip
+
+
+def _line(number: int, trials: int, trial: Trial) -> None:
+    """A log, where there is no terminal for a bar."""
+    print(f"trial {number} of {trials}: {trial}", file=sys.stderr, flush=True)
 
 
 def _fields(text: str) -> dict[str, dict[str, Given]]:
@@ -100,6 +111,8 @@ def _fields(text: str) -> dict[str, dict[str, Given]]:
     wanted: dict[str, dict[str, Given]] = {}
     for word in words(text):
         path, equals, ends = word.partition("=")
+        if "." not in path:
+            raise UsageError(f"A field is named METHOD.FIELD, as in ewc.strength; got {path!r}.")
         parse_settings([f"{path}=0"])  # refuses what is no field
         name, _, field = path.strip().partition(".")
         low, _, high = ends.partition(":")

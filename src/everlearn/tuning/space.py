@@ -86,8 +86,8 @@ class Dimension:
         return math.log(value) if self._logarithmic else value
 
     def _back(self, value: float) -> float:
-        value = math.exp(value) if self._logarithmic else value
-        return min(max(value, self.search.low), self.search.high)  # rounding must not leave the range
+        value = float(f"{math.exp(value) if self._logarithmic else value:.4g}")  # more digits only look exact
+        return min(max(value, self.search.low), self.search.high)
 
     @property
     def _logarithmic(self) -> bool:

@@ -19,7 +19,7 @@ from everlearn.params import evaluating
 from everlearn.results import Result, provenance
 from everlearn.seeds import derive, restore, seeded, states
 from everlearn.stream import Stream
-from everlearn.trainer.configuration import build, configuration
+from everlearn.trainer.configuration import build, configuration, data_of
 from everlearn.trainer.course import Course
 from everlearn.trainer.tracking import Journal
 from everlearn.trainer.training import OptimizerFactory, Training, device_of
@@ -72,8 +72,12 @@ class Start:
     def config(self, method: Method) -> dict[str, Any]:
         """That of the run with a method."""
         return configuration(
-            self.stream, method, self._model, self.training, self.optimizer, self.keep_optimizer, "valid"
+            self.stream, method, self._model, self.training, self.optimizer, self.keep_optimizer, "valid", self._data
         )
+
+    @cached_property
+    def _data(self) -> str | None:
+        return data_of(self.stream)
 
     @cached_property
     def _model(self) -> nn.Module:

@@ -78,6 +78,7 @@ def tune(
     keep_optimizer: bool = False,
     device: str | torch.device | None = None,
     out: str | os.PathLike[str] = "runs/tune",
+    told: Callable[[int, int, Trial], None] | None = None,
 ) -> Tuned:
     """Find the values of a method's fields with which it does best on validation data, after the last task.
 
@@ -101,6 +102,7 @@ def tune(
         keep_optimizer: between tasks.
         device: where to train.
         out: a folder for the study and the results of all trials; the same call goes on where it was stopped.
+        told: who is told of every trial: its number, how many there are, and what came of it.
     """
     check_settings({"trials": trials, "seeds": seeds}, None, "float32")
     at, optuna = dimensions(method, fields), needs("optuna", "tune", "Tuning")
@@ -122,6 +124,8 @@ def tune(
         with tqdm(total=trials, initial=len(seen), desc=f"tune {label(method)}", leave=False, disable=hidden) as bar:
             while len(seen) < trials:
                 seen.append(_try(study, optuna, at, starts, prune, folder / "trials"))
+                if told is not None:
+                    told(len(seen), trials, seen[-1])
                 bar.update()
                 bar.set_postfix_str(f"best so far {_best(seen)}")
     best = _best(seen)
