@@ -23,6 +23,7 @@ html_copy_source = html_show_sourcelink = False
 autodoc_default_options = {"members": True}
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
+autodoc_mock_imports = ["lightning", "transformers"]  # extras that a reader of the site need not have
 autodoc_type_aliases = {"ArrayLike": "ArrayLike"}  # else a union of numpy's private names
 python_maximum_signature_line_length = 100
 python_use_unqualified_type_names = True
@@ -57,7 +58,8 @@ def plain_types(app, what, name, obj, options, signature, returns):
     """Signatures without the ranges that the fields of methods carry, and without dataclasses' factories."""
     if signature is None:
         return None
-    signature = re.sub(r"Annotated\[(.+?)(?:, [\w.~]*(?:Range|Search)\([^)]*\))+\]", r"\1", signature)
+    for _ in range(2):  # one may stand in another
+        signature = re.sub(r"Annotated\[(.+?)(?:, [\w.~]*(?:Range|Search)\([^)]*\))+\]", r"\1", signature)
     signature = re.sub(rf"\b({'|'.join(RANGED)})\b", lambda m: RANGED[m[1]], signature)
     return signature.replace("<factory>", "...").replace("~", ""), returns
 

@@ -1,3 +1,4 @@
+import io
 import json
 import os
 import signal
@@ -80,7 +81,7 @@ def test_a_yaml_file_has_the_same_keys_and_the_command_line_wins(settings, tmp_p
         (["run", "--set", "l2.strength=big", "--methods", "l2"], "l2.strength: got 'big', allowed: a valid number"),
         (["run", "--set", "finetune.x=1"], "finetune has no field 'x'. It has no fields."),
         (["run", "--set", "strength=1"], "METHOD.FIELD=VALUE"),
-        (["run", "--set", "l2.strength=1", "--methods", "finetune"], "--set l2: no such method is among those to run"),
+        (["run", "--set", "l2.strength=1", "--methods", "finetune"], "Fields of l2 are set, which is not among the methods to run"),
         (["run", "--epochs", "0"], "epochs: got '0', allowed: greater than or equal to 1"),
         (["run", "--epochs", "many"], "epochs: got 'many', allowed: a valid integer"),
         (["run", "--optimizer", "sdg"], "optimizer: got 'sdg', allowed: 'sgd', 'adam', 'adamw' or 'rmsprop'"),
@@ -215,3 +216,16 @@ def test_stopping_keeps_what_is_finished(tmp_path):
     _, error = process.communicate(timeout=30)
     assert process.returncode == 130 and error.endswith("the same command goes on from there.\n")
     assert len(results.load(tmp_path)) >= 2
+
+
+def test_a_terminal_sees_runs_tasks_and_steps(tmp_path, monkeypatch, capsys):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setattr("sys.stderr", Terminal())
+    assert start(["run", "--methods", "ewc,er", "--epochs", "5", "--hidden", "20", "--out", str(tmp_path)]) == 0
+    shown = sys.stderr.getvalue()
+    for word in ("runs:", "EWC:", "task 0:", "run/s", "task/s", "step/s", "epoch=", "loss=", "so far"):
+        assert word in shown, word
+    assert "[2/2] ER" in capsys.readouterr().out

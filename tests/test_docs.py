@@ -2,6 +2,7 @@
 
 import re
 import runpy
+import warnings
 from pathlib import Path
 
 import pytest
@@ -15,14 +16,40 @@ def blocks(page, language):
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=lambda p: p.name)
-def test_python_examples_run_from_top_to_bottom(page, tmp_path, monkeypatch):
+def test_python_examples_run_from_top_to_bottom(page, tmp_path, monkeypatch, request):
     monkeypatch.chdir(tmp_path)
+    if page.name == "integrations.md":
+        for host in ("lightning", "transformers"):
+            pytest.importorskip(host)
+        request.getfixturevalue("socket_enabled")  # Lightning looks for a free port
+        warnings.simplefilter("ignore")  # their own
     namespace = {"__name__": "__main__"}
     for block in blocks(page, "python"):
         exec(compile(block, str(page), "exec"), namespace)  # noqa: S102 - our own pages
 
 
-@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.stem)
+SMALL = {
+    "intents": ["class", "er", "2", "32"],
+    "perplexity": ["1"],
+}  # examples that want real text, and their smallest size
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.filterwarnings("ignore")  # of transformers
+def test_examples_on_real_text_run_small(name, shared_data, tmp_path, capsys, monkeypatch):
+    pytest.importorskip("transformers")
+    path = ROOT / "examples" / f"{name}.py"
+    assert len(path.read_text().splitlines()) <= 60
+    monkeypatch.setattr("sys.argv", [str(path), *SMALL[name]])
+    monkeypatch.setenv("EVERLEARN_DATA", str(shared_data))
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(path), run_name="__main__")
+    assert capsys.readouterr().out.strip()
+
+
+@pytest.mark.parametrize(
+    "example", [p for p in sorted((ROOT / "examples").glob("*.py")) if p.stem not in SMALL], ids=lambda p: p.stem
+)
 def test_examples_run_and_are_short(example, capsys):
     assert len(example.read_text().splitlines()) <= 40
     runpy.run_path(str(example), run_name="__main__")

@@ -8,7 +8,7 @@ import torch
 import yaml
 
 import everlearn
-from everlearn import DER, EWC, L2, METHODS, LwF, Method, nets, streams
+from everlearn import DER, ER, EWC, L2, METHODS, SI, LwF, Method, nets, streams
 from everlearn.cli.app import start
 from everlearn.fields import Range
 from everlearn.seeds import restore, states
@@ -79,6 +79,40 @@ LATE = [
     for extra in get_args(get_type_hints(kind, include_extras=True)[f.name])
     if isinstance(extra, Search) and extra.late
 ]
+
+
+def test_a_boundary_of_ones_own_is_no_longer_late(tmp_path):
+    (d,) = dimensions(SI(consolidate_every=3))
+    assert not d.search.late and dimensions(SI())[0].search.late
+    found = tune(net, SI(consolidate_every=3), digits(), trials=2, prune=False, training=TRAINING, out=tmp_path)
+    for trial in found.trials:
+        alone = everlearn.run(
+            net, SI(trial.values["strength"], consolidate_every=3), digits(), epochs=2, batch_size=32, split="valid"
+        )
+        assert trial.score == alone.average_accuracy
+
+
+class Hooked(torch.nn.Sequential):
+    """A gain that a hook applies, by a closure that a copy goes on sharing."""
+
+    def __init__(self):
+        super().__init__(torch.nn.Flatten(), torch.nn.Linear(64, 2))
+        self.gain = torch.nn.Parameter(torch.ones(1))
+        self[1].register_forward_hook(lambda m, i, o: o * self.gain)
+
+
+def test_what_a_copy_would_share_is_not_forked(tmp_path):
+    with pytest.warns(UserWarning, match="still looks at the original"):
+        found = tune(Hooked, EWC(), digits(), trials=2, prune=False, training=TRAINING, out=tmp_path)
+    for trial in found.trials:
+        alone = everlearn.run(Hooked, EWC(trial.values["strength"]), digits(), epochs=2, batch_size=32, split="valid")
+        assert trial.score == alone.average_accuracy
+
+
+def test_one_module_for_all_trials_is_refused(tmp_path):
+    one = net((64,), 2)
+    with pytest.raises(ValueError, match="again and again"):
+        tune(lambda: one, DER(20), digits(), trials=2, training=TRAINING, out=tmp_path)
 
 
 @pytest.mark.parametrize(("name", "field", "search"), LATE, ids=[f"{n}.{f}" for n, f, _ in LATE])
@@ -170,6 +204,45 @@ def test_a_strength_that_is_too_much_for_the_optimizer_is_no_end(tmp_path):
     assert any("loss is nan" in t.why for t in found.trials)
 
 
+def test_words_and_few_whole_numbers_are_all_tried(tmp_path):
+    found = tune(net, EWC(), digits(), fields={"mode": None}, trials=5, training=TRAINING, out=tmp_path / "words")
+    assert [t.values["mode"] for t in found.trials] == ["separate", "online"]
+    found = tune(
+        net, DER(), digits(), fields={"capacity": (10, 12)}, trials=5, training=TRAINING, out=tmp_path / "whole"
+    )
+    assert sorted(t.values["capacity"] for t in found.trials) == [10, 11, 12]
+
+
+def test_fields_that_do_not_go_together_are_given_up_and_the_others_go_on(tmp_path):
+    fields = {"mode": None, "decay": None}
+    found = tune(net, EWC(), digits(), fields=fields, trials=6, training=TRAINING, out=tmp_path)
+    assert found.best.score is not None
+    assert any("use mode='online'" in t.why for t in found.trials)
+    with pytest.raises(ValueError, match="online"):
+        tune(net, EWC(mode="separate"), digits(), fields={"decay": (0.5, 0.9)}, trials=2, out=tmp_path / "none")
+    assert not (tmp_path / "none" / "study.db").exists()
+
+
+def test_a_study_of_two_fields_goes_on_with_new_values(tmp_path):
+    settings = {"fields": {"strength": None, "prior": (0.0001, 0.1)}, "training": TRAINING, "out": tmp_path}
+    tune(net, EWC(), digits(), trials=3, **settings)
+    found = tune(net, EWC(), digits(), trials=6, **settings)
+    assert len({str(sorted(t.values.items())) for t in found.trials}) == 6
+
+
+def test_one_process_at_a_time(tmp_path):
+    filelock = pytest.importorskip("filelock")
+    with filelock.FileLock(tmp_path / "study.lock"), pytest.raises(ValueError, match="Another process"):
+        tune(net, EWC(), digits(), trials=1, training=TRAINING, out=tmp_path)
+
+
+def test_an_online_stream_is_tuned_without_a_warning(tmp_path):
+    (x, y), test = streams.digits_data()
+    stream = streams.online(streams.split((x, y), test, tasks=5, scenario="domain", valid=0.2), chunk=50)
+    found = tune(net, L2(), stream.first(2), trials=5, training=Training(batch_size=10), out=tmp_path)
+    assert len(found.trials) == 5
+
+
 def test_several_seeds_are_averaged(tmp_path):
     made = []
 
@@ -177,9 +250,10 @@ def test_several_seeds_are_averaged(tmp_path):
         made.append(seed)
         return digits()
 
-    found = tune(net, EWC(), stream, trials=1, seeds=2, training=TRAINING, out=tmp_path)
+    training = Training(epochs=2, batch_size=32, seed=5)
+    found = tune(net, EWC(), stream, trials=1, seeds=2, training=training, out=tmp_path)
     kept = everlearn.results.load(tmp_path / "trials")
-    assert made == [0, 1] and sorted(r.config["seed"] for r in kept) == [0, 1]
+    assert made == [5, 6] and sorted(r.config["seed"] for r in kept) == [5, 6]
     assert found.best.score == pytest.approx(sum(r.average_accuracy for r in kept) / 2)
 
 
@@ -199,6 +273,11 @@ def test_fields_of_chains_words_and_ranges_of_ones_own():
         (EWC(), {"strenght": None}, "'strenght' is no field that can be tuned: there are strength"),
         (EWC() + LwF(), {"strength": None}, "several fields"),
         (EWC(), {"strength": (2, 1)}, "low < high"),
+        (EWC(), {"strength": (0, 1)}, "begins above 0"),
+        (EWC(), {"strength": 5}, r"needs a range \(low, high\)"),
+        (EWC(), {"strength": (1, 2, 3)}, r"needs a range \(low, high\)"),
+        (EWC(), {}, "No field is named"),
+        (ER(), {"capacity": (0.2, 20.5)}, "whole ends"),
         (EWC(), {"mode": (0, 1)}, "a range has no meaning"),
         (EWC(), {"prior": None}, "needs a range"),
         (Method(), None, "no field with a range beside it"),
@@ -209,6 +288,26 @@ def test_wrong_fields_are_refused(method, fields, message, tmp_path):
         tune(net, method, digits(), fields=fields, out=tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("method", "stream", "message"),
+    [
+        (EWC, digits, "a method such as"),
+        (EWC(), lambda: [1], "must be a Stream"),
+        (EWC(), lambda: digits().first(1), "two tasks"),
+    ],
+)
+def test_wrong_arguments_are_refused(method, stream, message, tmp_path):
+    with pytest.raises((TypeError, ValueError), match=message):
+        tune(net, method, stream(), out=tmp_path)
+
+
+def test_a_method_that_has_learned_is_refused(tmp_path):
+    method = LwF()
+    everlearn.train(net((64,), 2), method, digits()[0])
+    with pytest.raises(ValueError, match="has learned already"):
+        tune(net, method, digits(), out=tmp_path)
+
+
 def test_a_stream_without_validation_data_is_refused(small_stream, tmp_path):
     with pytest.raises(ValueError, match=r"make the stream with valid=0.1"):
         tune(nets.mlp, EWC(), small_stream(), out=tmp_path)
@@ -216,12 +315,30 @@ def test_a_stream_without_validation_data_is_refused(small_stream, tmp_path):
 
 def test_a_study_of_another_question_and_a_foreign_file_are_refused(tmp_path):
     tune(net, EWC(), digits(), trials=1, training=TRAINING, out=tmp_path)
+    others = [
+        {"training": Training(epochs=1)},
+        {"training": TRAINING, "fields": {"strength": (5, 50)}},
+        {"training": TRAINING, "fields": {"mode": None}},
+    ]
+    for other in others:
+        with pytest.raises(ValueError, match="other data, settings or fields"):
+            tune(net, EWC(), digits(), trials=1, out=tmp_path, **other)
+    tune(net, EWC(strength=3.0), digits(), trials=1, training=TRAINING, out=tmp_path)  # where it starts is no matter
     with pytest.raises(ValueError, match="other data, settings or fields"):
-        tune(net, EWC(), digits(), trials=1, training=Training(epochs=1), out=tmp_path)
+        tune(net, EWC(prior=0.1), digits(), trials=1, training=TRAINING, out=tmp_path)
     (tmp_path / "study.db").write_bytes(b"not a database at all" * 100)
     with pytest.raises(ValueError, match="not a whole study"):
         tune(net, EWC(), digits(), trials=1, training=TRAINING, out=tmp_path)
     assert (tmp_path / "study.db").read_bytes().startswith(b"not a database"), "nothing is overwritten"
+    optuna = pytest.importorskip("optuna")
+    foreign = optuna.create_study(
+        storage=f"sqlite:///{tmp_path}/foreign/study.db".replace("/foreign/", "/foreign-"), study_name="everlearn"
+    )
+    foreign.add_trial(optuna.create_trial(value=0.1))
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign-study.db").rename(tmp_path / "foreign" / "study.db")
+    with pytest.raises(ValueError, match="everlearn has not made"):
+        tune(net, EWC(), digits(), trials=1, training=TRAINING, out=tmp_path / "foreign")
 
 
 def test_the_command_leaves_a_file_that_runs(tmp_path, capsys):
@@ -245,6 +362,8 @@ def test_the_command_leaves_a_file_that_runs(tmp_path, capsys):
         ("tune --fields ewc.strength=1-9", "LOW:HIGH"),
         ("tune --fields ewc.strenght", "no field 'strenght'"),
         ("tune --fields strength", "METHOD.FIELD"),
+        ("tune --methods ewc --fields si.strength", "not among the methods"),
+        ("tune --workers 2", "one after the other"),
     ],
 )
 def test_the_command_answers_wrong_words(words, message, capsys):

@@ -165,6 +165,8 @@ def _against(needs: Needs, t: Traits) -> list[str]:
     if needs.copies is not None and t.copies_after(tasks) > needs.copies:
         copies = t.copies_after(tasks)
         found.append(f"keeps about {copies:.2g} copies of the model with {tasks} tasks, more than {needs.copies:.2g}")
+    if room(needs, t) == 0:
+        found.append("has no room for a single example")
     if needs.time is not None and t.step_of(tasks) > needs.time:
         found.append(f"a step costs about {t.step_of(tasks):.1f} plain ones, more than {needs.time:g}")
     return found
@@ -174,7 +176,7 @@ def _place(advice: Advice, needs: Needs) -> tuple[float, ...]:
     """What is sorted by: measured before not measured, promises before hopes, reference points last, cheap before dear."""
     t, kept = advice.traits, advice.kept
     if not advice.fits or t is None:
-        return (1, len(advice.against))
+        return (1, advice.kind is Method, len(advice.against))
     if kept is not None:
         return (0, 0, -kept)
     promised = t.zero_forgetting and needs.scenario == "task"
@@ -202,6 +204,6 @@ def _split(memory: str) -> tuple[float, str]:
     found = re.fullmatch(r"\s*(\d+\.?\d*)\s*(x|kB|MB|GB)\s*", memory, re.IGNORECASE)
     if not found:
         raise ValueError(
-            f"memory: got {memory!r}, allowed: copies of the model, as in 2x, or bytes, as in 500kB, 20MB, 1GB."
+            f"memory: got {memory!r}, allowed: copies of the model, as in 2x, or bytes, as in 500kB, 20MB, 1GB"
         )
     return float(found[1]), found[2].lower()

@@ -28,13 +28,15 @@ class Search:
         low: where it begins.
         high: where it ends.
         log: whether a factor counts everywhere the same, rather than a difference.
-        late: whether the field does nothing before the first ``end_task``, so that trials can share the first task.
+        late: whether the field does nothing before the first ``end_task``, so that trials can share the first task ...
+        unless: ... where that is so only while another field, of this name, is not set.
     """
 
     low: float
     high: float
     log: bool = True
     late: bool = False
+    unless: str = ""
 
     def __str__(self) -> str:
         return f"searched from {self.low:g} to {self.high:g}"

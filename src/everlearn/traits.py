@@ -30,7 +30,7 @@ class Traits:
         copies: what it keeps but for examples, in copies of the model: a₀ + a₁N + a₂N² after N tasks.
         step: a training step in plain ones, with two tasks behind it (``python benchmarks/overhead.py methods``).
         step_growth: by how much that rises with every further task.
-        weak: scenarios in which it closes less than a quarter of the gap between fine-tuning and joint training, and why.
+        weak: scenarios in which no table shows it to close a quarter of the gap between fine-tuning and joint training, and why.
 
     >>> Traits(family="isolation", pro="", con="", step=1.1, copies=(0.25, 0.01)).memory
     '0.25 + 0.01 N'

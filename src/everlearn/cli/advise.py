@@ -238,8 +238,9 @@ def _to_try(best: Sequence[Advice], needs: Needs) -> Iterator[str]:
     kind, scenario = best[0].kind.__name__, needs.scenario or "task"
     yield "\nIn Python; streams.from_tasks makes a stream of your own data, and your own loop will do as well:"
     yield f"  from everlearn import {kind}, nets, run, streams"
-    yield f'  stream = streams.digits(scenario="{scenario}")'
-    yield f"  print(run(nets.mlp, {kind}({settings}), stream, epochs=10))"
+    made = "online_digits" if needs.boundaries is False else "digits"
+    yield f'  stream = streams.{made}(scenario="{scenario}")'
+    yield f"  print(run(nets.mlp, {kind}({settings}), stream, epochs={1 if needs.boundaries is False else 10}))"
 
 
 def _wrapped(part: str, width: int) -> list[str]:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import io
+import os
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, fields
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+from typing import Annotated
 
 import torch
 from cyclopts import App, CycloptsError, Parameter
@@ -18,24 +16,19 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tqdm.auto import tqdm
 
 from everlearn.cli.advise import Answers, give_advice
-from everlearn.cli.names import UsageError, explain, look_up
+from everlearn.cli.listing import everything, explain_method
+from everlearn.cli.names import UsageError, explain
 from everlearn.cli.plan import Cell, Plan, cells, read
 from everlearn.cli.reproduce import Reproduction
 from everlearn.cli.reproduce import reproduce as reproduction
-from everlearn.cli.tables import names as table_names
-from everlearn.cli.tables import read as read_table
-from everlearn.cli.tune import Tuning, tuned
+from everlearn.cli.tune import Trials, Tuning, tuned
 from everlearn.cli.update import Updating, give_update
 from everlearn.cli.workers import outcomes
-from everlearn.method import Method
 from everlearn.methods import METHODS
-from everlearn.nets import NETS
 from everlearn.report.files import Format, write
 from everlearn.report.serve import server
 from everlearn.report.table import overview, table
 from everlearn.results import Result, files
-from everlearn.stream import Stream
-from everlearn.streams import STREAMS
 
 app = App(
     name="everlearn",
@@ -153,7 +146,7 @@ def reproduce(table: str, *, options: Annotated[Reproduction, Parameter(name="*"
 def tune(
     config: Path | None = None,
     *,
-    plan: Annotated[Plan, Parameter(name="*")] = Plan(),  # noqa: B008
+    plan: Annotated[Trials, Parameter(name="*")] = Trials(),  # noqa: B008
     tuning: Annotated[Tuning, Parameter(name="*")] = Tuning(),  # noqa: B008
 ) -> int:
     """Find a method's strength, or other fields, on validation data held back from training.
@@ -236,21 +229,7 @@ def watch(folder: Path, *, port: int = 0, refresh: Annotated[int, Field(ge=1)] =
 @app.command(name="list")
 def list_everything() -> int:
     """List the methods, streams and models, a line each."""
-    tables: dict[str, Mapping[str, Any]] = {
-        "Methods": {**METHODS, "joint": Stream.joint},
-        "Streams": STREAMS,
-        "Models": NETS,
-    }
-    for title, things in tables.items():
-        print(f"{title}:")
-        for name, thing in things.items():
-            print(f"  {name:19s} {_first_line(thing)}")
-        print()
-    print("Published tables, for 'everlearn reproduce':")
-    for name in table_names():
-        print(f"  {name:19s} {read_table(name).title} ({read_table(name).source})")
-    print()
-    print("'everlearn show METHOD' tells more; 'a+b' chains two methods.")
+    everything()
     return 0
 
 
@@ -261,20 +240,7 @@ def show(method: str) -> int:
     Args:
         method: Its name, as 'everlearn list' gives it.
     """
-    if method == "joint":
-        print(f"joint ({Stream.__module__}.{Stream.__qualname__}.joint)\n\n{inspect.getdoc(Stream.joint)}")
-        return 0
-    kind = look_up("method", method, {**METHODS, "joint": Method})
-    print(f"{method} ({kind.__module__}.{kind.__qualname__})\n")
-    print(inspect.cleandoc(kind.__doc__ or "").split("\nArgs:")[0].rstrip())
-    documented, hints = _arguments(kind), get_type_hints(kind, include_extras=True)
-    if own := sorted(fields(kind), key=lambda f: bool(f.kw_only)):  # those that many methods share come last
-        print(f"\nFields, set with --set {method}.FIELD=VALUE:")
-        for f in own:
-            default = "" if f.default is MISSING else f" = {f.default!r}"
-            print(f"  {f.name}: {_type(hints[f.name])}{default}\n      {documented.get(f.name, '')}")
-    else:
-        print("\nIt has no fields to set.")
+    explain_method(method)
     return 0
 
 
@@ -292,6 +258,9 @@ def start(arguments: Sequence[str]) -> int:
         return _complain(explain(error), 2)
     except UsageError as error:
         return _complain(str(error), 2)
+    except BrokenPipeError:  # whoever reads has seen enough, as 'head' has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes
+        return 0
     except (OSError, ValueError, TypeError, ImportError) as error:
         return _complain(str(error), 1)
     except KeyboardInterrupt:
@@ -301,12 +270,15 @@ def start(arguments: Sequence[str]) -> int:
 def _run_all(todo: list[Cell], plan: Plan, force: bool, talk: bool) -> tuple[int, list[Result]]:
     """Each cell in turn; one that fails is reported and does not stop the others."""
     done: dict[int, Result] = {}
+    failures: set[str] = set()
     started = datetime.now(UTC).isoformat(timespec="seconds")
     with tqdm(total=len(todo), desc="runs", unit="run", leave=False, disable=None) as bar:
         for ended, (i, outcome) in enumerate(outcomes(todo, plan.workers, plan.threads, force), 1):
             bar.update()
             if isinstance(outcome, Exception):
-                bar.write(f"everlearn: {todo[i]} failed: {outcome}", file=sys.stderr)
+                why = str(outcome) if str(outcome) not in failures else "as above."
+                failures.add(str(outcome))
+                bar.write(f"everlearn: {todo[i]} failed: {why}", file=sys.stderr)
                 continue
             done[i] = outcome
             if talk:
@@ -319,31 +291,3 @@ def _run_all(todo: list[Cell], plan: Plan, force: bool, talk: bool) -> tuple[int
 def _complain(message: str, code: int) -> int:
     print(f"everlearn: {message}", file=sys.stderr)
     return code
-
-
-def _type(hint: Any) -> str:
-    """A field's type as people read it."""
-    if get_origin(hint) is Annotated:
-        kind, *extras = get_args(hint)
-        return ", ".join([_type(kind), *map(str, extras)])
-    if get_origin(hint) in (Union, UnionType):
-        return " | ".join("None" if option is NoneType else _type(option) for option in get_args(hint))
-    return inspect.formatannotation(hint)
-
-
-def _first_line(thing: Any) -> str:
-    return inspect.cleandoc(thing.__doc__ or "").splitlines()[0]
-
-
-def _arguments(kind: type) -> dict[str, str]:
-    """What the docstring's Args section says of each field, the class's own first."""
-    found = _arguments(kind.__base__) if kind.__base__ not in (None, object) else {}
-    _, _, section = inspect.cleandoc(kind.__doc__ or "").partition("\nArgs:\n")
-    name = ""
-    for line in section.split("\n\n")[0].splitlines():
-        if line.startswith("    ") and not line.startswith("     "):
-            name, _, text = line.strip().partition(": ")
-            found[name] = text
-        elif name:
-            found[name] += " " + line.strip()
-    return found

@@ -37,8 +37,9 @@ def look_up(kind: str, name: str, table: Mapping[str, T]) -> T:
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The nearest known names, and all of them."""
     known = list(known)
-    near = difflib.get_close_matches(name.lower(), known, n=1)
-    return (f"Did you mean {near[0]!r}? " if near else "") + f"There are: {', '.join(known)}."
+    lower = {word.lower(): word for word in known}
+    near = difflib.get_close_matches(name.lower(), lower, n=1)
+    return (f"Did you mean {lower[near[0]]!r}? " if near else "") + f"There are: {', '.join(known)}."
 
 
 def words(text: str) -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import yaml
@@ -24,6 +24,7 @@ from everlearn.stream import SCENARIOS, Scenario, Stream
 from everlearn.streams import STREAMS
 from everlearn.trainer import run
 
+P = TypeVar("P", bound="Plan")
 OPTIMIZERS = {
     "sgd": torch.optim.SGD,
     "adam": torch.optim.Adam,
@@ -122,7 +123,7 @@ class Plan(BaseModel):
         return self
 
 
-def read(file: Path, given: Plan) -> Plan:
+def read(file: Path, given: P) -> P:
     """The plan of a YAML file, with what was given on the command line put over it."""
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -135,7 +136,7 @@ def read(file: Path, given: Plan) -> Plan:
         if key not in Plan.model_fields:
             raise UsageError(f"{file}: unknown key {key!r}. {did_you_mean(key, Plan.model_fields)}")
     try:
-        return Plan(**{**content, **{name: getattr(given, name) for name in given.model_fields_set}})
+        return type(given)(**{**content, **{name: getattr(given, name) for name in given.model_fields_set}})
     except ValidationError as error:
         raise UsageError(f"{file}: {explain(error)}") from None
 
@@ -186,7 +187,10 @@ def cells(plan: Plan) -> Iterator[Cell]:
         look_up("stream", stream, STREAMS)
     methods = [(Method() if e == "joint" else make_method(e, settings), e == "joint") for e in words(plan.methods)]
     if unused := set(settings) - {name.strip().lower() for e in words(plan.methods) for name in e.split("+")}:
-        raise UsageError(f"--set {', '.join(sorted(unused))}: no such method is among those to run ({plan.methods}).")
+        raise UsageError(
+            f"Fields of {', '.join(sorted(unused))} are set, which is not among the methods to run ({plan.methods}): name it "
+            "too, or leave the setting out."
+        )
     todo = [
         Cell(plan, stream, look_up("scenario", scenario, known), method, joint, seed)
         for stream in streams

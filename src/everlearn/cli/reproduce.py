@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -116,7 +117,15 @@ def _line(cell: Cell, runs: Runs, quick: bool = False) -> list[str]:
     ours = [run["accuracy"] for run in runs.values()]
     apart = fmean(ours) - cell.published
     verdict = "quick" if quick else cell.verdict(ours)
-    return [cell.name, published, spread(ours), str(len(ours)), f"{apart:+.1f}", f"{cell.tolerance:.1f}", verdict]
+    return [
+        cell.name,
+        published,
+        spread(ours),
+        str(len(ours)),
+        f"{round(apart, 1) + 0.0:+.1f}",
+        f"{cell.tolerance:.1f}",
+        verdict,
+    ]
 
 
 def _tally(found: Sequence[tuple[Cell, Runs]]) -> str:
@@ -165,15 +174,22 @@ def page(folder: Path) -> Path:
         "is no farther from the published mean than 1.5 points or two published standard deviations, whichever is more. "
         "*Above* is better than that, *miss* worse."
     )
-    parts = ["# Published tables, and ours", rule]
+    parts, tallies = [], []
     for name in names():
         path, table = folder / f"{name}.json", read(name)
         kept = _kept_in(path)
         found = [(c, kept_of(c, kept)) for c in cells(name)]
+        tallies.append(f"- [{name}](#{_anchor(name, table)}), {table.title}: {_tally(found)}")
         parts += _section(name, table, found, sorted({kept[c.name]["machine"] for c, runs in found if runs}))
     target = folder.with_suffix(".md")
-    atomic.write(target, ("\n\n".join(parts) + "\n").encode())
+    head = ["# Published tables, and ours", rule, "\n".join(tallies)]
+    atomic.write(target, ("\n\n".join([*head, *parts]) + "\n").encode())
     return target
+
+
+def _anchor(name: str, table: Table) -> str:
+    """Where a page's heading is found, as GitHub and the site have it."""
+    return re.sub(r"[^\w -]", "", f"{name}: {table.title}").strip().lower().replace(" ", "-")
 
 
 def _section(name: str, table: Table, found: Sequence[tuple[Cell, Runs]], machines: list[str]) -> list[str]:

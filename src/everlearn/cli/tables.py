@@ -130,11 +130,11 @@ def read(name: str) -> Table:
 def cells(name: str, chosen: str = "*", quick: bool = False, strict: bool = True) -> list[Cell]:
     """The cells of a table whose ROW/COLUMN matches one of the patterns, in its order; a strict pattern must match some."""
     every = list(_cells(name, read(name), quick))
-    patterns = [p.strip().lower() for p in chosen.split(",") if p.strip()]
+    patterns = [p.strip() for p in chosen.split(",") if p.strip()]
     for p in patterns if strict else ():
-        if not any(fnmatch(c.name.lower(), p) for c in every):
+        if not any(fnmatch(c.name.lower(), p.lower()) for c in every):
             raise UsageError(f"No cell of {name} is called {p!r}. {did_you_mean(p, [c.name for c in every])}")
-    return [c for c in every if any(fnmatch(c.name.lower(), p) for p in patterns)]
+    return [c for c in every if any(fnmatch(c.name.lower(), p.lower()) for p in patterns)]
 
 
 def _cells(name: str, table: Table, quick: bool) -> Iterator[Cell]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,9 @@ from everlearn.report.table import columns
 from everlearn.results import amount, readable
 from everlearn.stream import Stream
 from everlearn.trainer.training import Training
-from everlearn.tuning import Tuned, tune
+from everlearn.tuning import Trial, Tuned, tune
 from everlearn.tuning.picture import png
-from everlearn.tuning.space import Given
+from everlearn.tuning.space import Given, parts
 
 
 class Tuning(BaseModel):
@@ -40,24 +41,32 @@ class Tuning(BaseModel):
     )
 
 
-def tuned(plan: Plan, options: Tuning) -> None:
-    """A study for every stream, scenario and method of the plan; seeds are averaged."""
-    given = plan.model_fields_set
-    plan = plan.model_copy(
-        update={
-            "valid": plan.valid or 0.1,
-            "out": plan.out if "out" in given else Path("runs/tune"),
-            "methods": plan.methods if "methods" in given else "ewc",
-        }
+class Trials(Plan):
+    """What ``everlearn run`` would be told, with the defaults of tuning."""
+
+    methods: str = Field("ewc", description="Methods, separated by commas, a study each; 'ewc+lwf' chains two.")
+    valid: float = Field(
+        0.1, gt=0, lt=1, description="Share of training examples held back, which the choice is made on."
     )
-    todo = [cell for cell in cells(plan) if cell.seed == 0]
+    out: Path = Field(Path("runs/tune"), description="Folder of the studies.")
+
+
+def tuned(plan: Trials, options: Tuning) -> None:
+    """A study for every stream, scenario and method of the plan; seeds are averaged."""
+    if plan.workers > 1 or plan.track:
+        raise UsageError("Trials run one after the other and are not tracked: leave --workers and --track out.")
+    todo, wanted = [cell for cell in cells(plan) if cell.seed == 0], _fields(options.fields)
     if any(cell.joint for cell in todo):
         raise UsageError("'joint' has no strength to tune: name methods, as in --methods ewc,si.")
+    if strange := set(wanted) - {type(m).__name__ for cell in todo for m in parts(cell.method)}:
+        raise UsageError(
+            f"--fields names {', '.join(sorted(strange))}, which is not among the methods ({plan.methods})."
+        )
     for cell in todo:
         streams = [Cell(plan, cell.stream, cell.scenario, cell.method, False, s).made() for s in range(plan.seeds)]
         streams = streams if options.first is None else [stream.first(options.first) for stream in streams]
         folder = plan.out / readable(cell.stream, cell.scenario, label(cell.method))
-        found = _study(cell, streams, options, folder)
+        found = _study(cell, streams, options, wanted, folder)
         best, picture = folder / "best.yaml", folder / "trade-off.png"
         atomic.write(best, _file(cell, found).encode())
         atomic.write(picture, png(found))
@@ -65,38 +74,54 @@ def tuned(plan: Plan, options: Tuning) -> None:
             f"{cell.stream}, {cell.scenario}-incremental, {label(cell.method)}: averages on validation data, the best first"
         )
         print(_table(found, streams[0].exams[0].likelihood.score_name))
-        print(
-            f"\nThe trade-off is drawn in {picture}, runs are in {folder / 'trials'}. On test data: everlearn run {best}\n"
-        )
+        data = "" if plan.data is None else f" --data {plan.data}"
+        print(f"\nThe trade-off is drawn in {picture}, runs are in {folder / 'trials'}.")
+        for d in found.at:
+            if not d.words and found.best.values[d.name] in (d.search.low, d.search.high):
+                print(f"The best {d.name} is at an end of its range: look beyond it with --fields.")
+        print(f"On test data: everlearn run {best}{data}\n")
 
 
-def _study(cell: Cell, streams: list[Stream], options: Tuning, folder: Path) -> Tuned:
+def _study(
+    cell: Cell, streams: list[Stream], options: Tuning, wanted: dict[str, dict[str, Given]], folder: Path
+) -> Tuned:
     p = cell.plan
+    fields = {
+        f"{kind}.{name}": given
+        for kind in dict.fromkeys(type(m).__name__ for m in parts(cell.method))
+        for name, given in wanted.get(kind, {}).items()
+    }
     training = Training(
         p.passes(streams[0]), p.iterations, p.batch_size, 0, None, p.clip, p.accumulate, p.precision, None
     )
     return tune(
-        p.net_maker, cell.method, streams.__getitem__, fields=_fields(options.fields), trials=options.trials, seeds=p.seeds,
+        p.net_maker, cell.method, streams.__getitem__, fields=fields or None, trials=options.trials, seeds=p.seeds,
         prune=options.prune, training=training, optimizer=optimizer(p), keep_optimizer=p.keep_optimizer, device=p.device,
-        out=folder,
+        out=folder, told=None if sys.stderr.isatty() else _line,
     )  # fmt: skip
 
 
-def _fields(text: str) -> dict[str, Given] | None:
-    """What was typed, with the classes' names."""
-    wanted: dict[str, Given] = {}
+def _line(number: int, trials: int, trial: Trial) -> None:
+    """A log, where there is no terminal for a bar."""
+    print(f"trial {number} of {trials}: {trial}", file=sys.stderr, flush=True)
+
+
+def _fields(text: str) -> dict[str, dict[str, Given]]:
+    """What was typed, by the classes' names."""
+    wanted: dict[str, dict[str, Given]] = {}
     for word in words(text):
         path, equals, ends = word.partition("=")
+        if "." not in path:
+            raise UsageError(f"A field is named METHOD.FIELD, as in ewc.strength; got {path!r}.")
         parse_settings([f"{path}=0"])  # refuses what is no field
-        name, _, field = path.partition(".")
+        name, _, field = path.strip().partition(".")
         low, _, high = ends.partition(":")
         try:
-            wanted[f"{look_up('method', name, METHODS).__name__}.{field}"] = (
-                (float(low), float(high)) if equals else None
-            )
+            given = (float(low), float(high)) if equals else None
         except ValueError:
             raise UsageError(f"A range reads LOW:HIGH, as in ewc.strength=1:1e9; got {word!r}.") from None
-    return wanted or None
+        wanted.setdefault(look_up("method", name, METHODS).__name__, {})[field] = given
+    return wanted
 
 
 def _file(cell: Cell, found: Tuned) -> str:

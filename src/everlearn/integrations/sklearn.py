@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from everlearn.heads import grow_output
+from everlearn.integrations.arrays import Array, inputs, labels, merged
 from everlearn.likelihood import Categorical
 from everlearn.method import Chain, Method
 from everlearn.nets import mlp
@@ -24,8 +25,6 @@ from everlearn.trainer import train
 from everlearn.trainer.configuration import build
 from everlearn.trainer.evaluation import outputs_of
 from everlearn.trainer.training import OptimizerFactory, adam, device_of
-
-Array = np.ndarray[Any, Any]
 
 
 @dataclass(eq=False)
@@ -127,20 +126,20 @@ class ContinualClassifier:
             classes: classes that will come, for methods that want all outputs from the start.
         """
         known = copy.deepcopy(vars(self).get("_known"))
-        x, labels = _inputs(X, None if known is None else known.shape), _labels(y)
+        x, own = inputs(X, None if known is None else known.shape), labels(y)
         known = known or Known(tuple(x.shape[1:]))
-        if len(x) != len(labels):
-            raise ValueError(f"X has {len(x)} examples and y has {len(labels)} labels: give one for each.")
+        if len(x) != len(own):
+            raise ValueError(f"X has {len(x)} examples and y has {len(own)} labels: give one for each.")
         if task is not None and (not isinstance(task, Integral) or task < 0):
             raise ValueError(f"task: got {task!r}, allowed: a whole number from 0, or None in all calls.")
         if known.calls and (task is None) == bool(known.tasks):
             raise ValueError(
                 "task: give it in every call of partial_fit or in none; tasks with and without numbers do not mix."
             )
-        named = _merged(vars(self).get("classes_"), labels, None if classes is None else _labels(classes))
+        named = merged(vars(self).get("classes_"), own, None if classes is None else labels(classes))
         for label in named.tolist():
             known.outputs.setdefault(label, len(known.outputs))
-        pair = x, torch.tensor([known.outputs[label] for label in labels.tolist()])
+        pair = x, torch.tensor([known.outputs[label] for label in own.tolist()])
         known.enter(None if task is None else int(task), set(pair[1].tolist()))
         self._learn(pair, known)
         self._known, self.classes_, self.n_features_in_ = known, named, int(np.prod(known.shape))
@@ -240,7 +239,7 @@ class ContinualClassifier:
     @torch.no_grad()
     def _logits(self, X: Any, task: Any) -> Tensor:
         """Of every class, in the order of ``classes_``; minus infinity where a task does not have it."""
-        x, t, table = _inputs(X, self._known.shape), None, self._known.allowed
+        x, t, table = inputs(X, self._known.shape), None, self._known.allowed
         if task is not None:
             t = torch.as_tensor(task).expand(len(x))
             if table is None or not ((t >= 0) & (t < len(table))).all():
@@ -259,59 +258,3 @@ class ContinualClassifier:
         if not self.__sklearn_is_fitted__():
             kind = getattr(sys.modules.get("sklearn.exceptions"), "NotFittedError", ValueError)  # which is one
             raise kind("This ContinualClassifier has learned nothing yet: call partial_fit(X, y) first.")
-
-
-def _inputs(X: Any, shape: tuple[int, ...] | None = None) -> Tensor:
-    """Rows of finite numbers, in the shape that is known; in the words that scikit-learn has for what is wrong."""
-    if hasattr(X, "toarray"):
-        raise TypeError("Sparse data are not supported: give X.toarray().")
-    array = np.asarray(X)
-    if array.dtype.kind == "c":
-        raise ValueError("Complex data not supported: give the real and the imaginary part as features.")
-    try:
-        with np.errstate(over="ignore"):  # what is too large becomes infinite, which is looked for below
-            array = array.astype(np.float32)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"X must be made of numbers, got others ({error}): make numbers of them first.") from None
-    if array.ndim < 2:
-        raise ValueError(
-            f"X must have a row per example, got the shape {array.shape}. Reshape your data: X.reshape(-1, 1)."
-        )
-    if not array.size:
-        what = "0 feature(s)" if len(array) else "0 sample(s)"
-        raise ValueError(f"Found array with {what} (shape={array.shape}) while a minimum of 1 is required.")
-    if shape is not None and array.shape[1:] != shape:
-        given, wanted = (" × ".join(map(str, s)) for s in (array.shape[1:], shape))
-        raise ValueError(f"X has {given} features, but ContinualClassifier is expecting {wanted} features as input.")
-    if wrong := int((~np.isfinite(array)).reshape(len(array), -1).any(1).sum()):
-        raise ValueError(f"{wrong} of {len(array)} rows of X hold NaN or infinity: fill them or leave them out.")
-    return torch.from_numpy(np.ascontiguousarray(array))
-
-
-def _labels(y: Any) -> Array:
-    """One label per example: whole numbers or words."""
-    if y is None:
-        raise ValueError("ContinualClassifier requires y to be passed, but the target y is None.")
-    labels = np.asarray(y)
-    if labels.ndim != 1:
-        raise ValueError(
-            f"y must be one class per example, got the shape {labels.shape}: give y.ravel() or one column."
-        )
-    if labels.dtype.kind == "O":
-        labels = labels.astype(str) if all(isinstance(v, str) for v in labels) else labels
-    if labels.dtype.kind == "f" and not np.isfinite(labels).all():
-        raise ValueError("Input y contains NaN or infinity: fill them or leave these examples out.")
-    if labels.dtype.kind not in "iubfUS" or (labels.dtype.kind == "f" and (labels != np.floor(labels)).any()):
-        raise ValueError(
-            f"Unknown label type: {labels.dtype}, continuous or of mixed kinds; a class is a whole number or a word."
-        )
-    return labels
-
-
-def _merged(known: Array | None, *new: Array | None) -> Array:
-    """All classes, sorted; words and numbers do not mix."""
-    parts = [part for part in (known, *new) if part is not None]
-    if len({part.dtype.kind in "US" for part in parts}) > 1:
-        raise ValueError("y: classes are words in one call and numbers in another; give the same kind in all.")
-    merged: Array = np.unique(np.concatenate(parts))
-    return merged

@@ -45,8 +45,8 @@ class SI(QuadraticPenalty):
         weak={"class": HELD},
     )
 
-    strength: Annotated[NonNegative, Search(1e-2, 1e5, late=True)] = 10.0
-    damping: Annotated[float, Range(1e-12), Search(1e-4, 1, late=True)] = 0.1
+    strength: Annotated[NonNegative, Search(1e-2, 1e5, late=True, unless="consolidate_every")] = 10.0
+    damping: Annotated[float, Range(1e-12), Search(1e-4, 1, late=True, unless="consolidate_every")] = 0.1
     consolidate_every: Annotated[int, Range(1)] | None = None
 
     def __post_init__(self) -> None:

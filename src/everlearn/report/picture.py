@@ -33,6 +33,8 @@ def png(results: Sequence[Result]) -> bytes:
             title=f"{place[0]}, {place[1]}-incremental", xlabel="accuracy on new tasks", ylabel="accuracy on old tasks"
         )
         right.set(xlabel="tasks learned", ylabel="average over tasks so far")
+        right.xaxis.get_major_locator().set_params(integer=True)
+        left.legend(fontsize="small")
         right.legend(fontsize="small")
     figure.savefig(file := io.BytesIO(), format="png")
     return file.getvalue()

@@ -58,6 +58,10 @@ def split(
     labels = [labels_of(source) for source in sources]
     classes = sorted(set(labels[0].tolist()))
     order = _order(classes, class_order, seed)
+    if strange := sorted(set(labels[1].tolist()) - set(classes)):
+        raise ValueError(
+            f"The test data have classes that the training data have not: {', '.join(map(str, strange[:5]))}."
+        )
     if not isinstance(tasks, int) or not 1 <= tasks <= len(order):
         raise ValueError(f"Cannot split {len(order)} classes into {tasks} tasks: ask for 1 to {len(order)}.")
     groups = [order[i[0] : i[-1] + 1] for i in torch.arange(len(order)).tensor_split(tasks)]

@@ -49,6 +49,7 @@ def configuration(
     optimizer: OptimizerFactory,
     keep_optimizer: bool,
     split: Split,
+    data: str | None = None,
 ) -> dict[str, Any]:
     """Everything that decides the result, readable where it can be, as fingerprints where it cannot."""
     joint = stream.settings.get("joint", False)
@@ -77,12 +78,17 @@ def configuration(
         "seed": training.seed,
         "everlearn": version(),
         "fingerprints": {
-            "data": fingerprint([_content(t) for t in [*stream.tasks, *stream.exams]]),
+            "data": data or data_of(stream),
             "model": fingerprint([[type(m) for m in model.modules()], model.state_dict()]),
             "method": fingerprint(method),
             "scheduler": fingerprint(training.scheduler),
         },
     }
+
+
+def data_of(stream: Stream) -> str | None:
+    """The fingerprint of a stream's data, which takes a while."""
+    return fingerprint([_content(t) for t in [*stream.tasks, *stream.exams]])
 
 
 def _content(task: Task) -> dict[str, Any]:

@@ -45,6 +45,8 @@ class Course:
         split: Split,
         journal: Journal,
     ) -> None:
+        if training.scheduler is not None and stream.once:
+            raise ValueError("An online stream's chunks are too short for a scheduler: set the learning rate instead.")
         self.model, self.method, self.stream, self.training = model, method, stream, training
         self.optimizer, self.keep_optimizer, self.split, self.journal = optimizer, keep_optimizer, split, journal
         self.at = 0  # the task that is trained next, or is trained and not closed

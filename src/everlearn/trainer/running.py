@@ -80,8 +80,6 @@ def run(
     check_run(method, stream, optimizer, seed, split)
     folder, seed = None if out is None else atomic.writable_folder(out), operator.index(seed)
     training = Training(epochs, iterations, batch_size, seed, scheduler, clip, accumulate, precision, progress)
-    if scheduler is not None and stream.once:
-        raise ValueError("An online stream's chunks are too short for a scheduler: set the learning rate instead.")
     with seeded(derive(seed, "model"), None if device is None else torch.device(device)):
         model, method = build(make_model, stream).to(device), copy.deepcopy(method)
         config = configuration(stream, method, model, training, optimizer, keep_optimizer, split)

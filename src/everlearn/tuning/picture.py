@@ -29,6 +29,7 @@ def png(found: Tuned) -> bytes:
         axis.set(xlabel=d.name, ylabel="score on validation data")
     axes[0].legend(fontsize="small")
     _old_and_new(axes[-1], found, whole)
+    figure.suptitle(f"best: {found.best}")
     figure.savefig(file := io.BytesIO(), format="png")
     return file.getvalue()
 

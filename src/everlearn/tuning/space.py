@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import product
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from everlearn.fields import Search
 from everlearn.method import Chain, Method
 
 Value = float | int | str
+FEW = 16
 Given = Search | tuple[float, float] | None  # None: what stands beside the field
 
 
@@ -48,6 +50,13 @@ class Dimension:
         """Whether it is a real number, of which there is one between any two."""
         return not self.words and not self.whole
 
+    @property
+    def choices(self) -> list[Value]:
+        """All its values, where they are few enough to be tried one by one."""
+        if self.whole and self.search.high - self.search.low < FEW:
+            return list(range(int(self.search.low), int(self.search.high) + 1))
+        return list(self.words)
+
     def spread(self, count: int) -> list[float]:
         """So many values, evenly, the middle first and the ends early, so that few of them are a rough picture already.
 
@@ -77,8 +86,8 @@ class Dimension:
         return math.log(value) if self._logarithmic else value
 
     def _back(self, value: float) -> float:
-        value = math.exp(value) if self._logarithmic else value
-        return min(max(value, self.search.low), self.search.high)  # rounding must not leave the range
+        value = float(f"{math.exp(value) if self._logarithmic else value:.4g}")  # more digits only look exact
+        return min(max(value, self.search.low), self.search.high)
 
     @property
     def _logarithmic(self) -> bool:
@@ -97,7 +106,11 @@ def dimensions(method: Method, wanted: Mapping[str, Given] | None = None) -> lis
     >>> [(d.name, str(d.search)) for d in dimensions(EWC() + LwF())]
     [('EWC.strength', 'searched from 1 to 1e+10'), ('LwF.strength', 'searched from 0.01 to 100')]
     """
+    if not isinstance(method, Method):
+        raise TypeError(f"What is tuned is a method such as EWC(), got {method!r}.")
     found = _every(method)
+    if wanted is not None and not wanted:
+        raise ValueError("No field is named: leave fields out for the first with a range.")
     if wanted is None:
         ready = [d for d in found if d.search.low < d.search.high]
         if firsts := [next(d for d in ready if d.part == part) for part in dict.fromkeys(d.part for d in ready)]:
@@ -114,16 +127,43 @@ def changed(method: Method, at: Sequence[Dimension], values: Sequence[Value]) ->
     return Chain(*[replace(m, **own.get(i, {})) for i, m in enumerate(method.methods)])
 
 
+def first_values(at: Sequence[Dimension], trials: int) -> list[dict[str, Value]]:
+    """What is tried before anything is known: every choice, or half the trials spread over the range of a single number.
+
+    >>> from everlearn import EWC
+    >>> first_values(dimensions(EWC(), {"mode": None}), 5)
+    [{'mode': 'separate'}, {'mode': 'online'}]
+    """
+    if all(d.choices for d in at):
+        return [dict(zip((d.name for d in at), values, strict=True)) for values in product(*(d.choices for d in at))]
+    if len(at) == 1 and at[0].measured:
+        return [{at[0].name: value} for value in at[0].spread(min(trials, max(3, trials // 2)))]
+    return []
+
+
+def check_values(method: Method, at: Sequence[Dimension]) -> None:
+    """Refuse a field none of whose ends the method takes."""
+    for d in at:
+        ends: list[Value] = d.choices or [d.search.low, d.search.high]
+        for i, end in enumerate(ends):
+            try:
+                changed(method, [d], [end])
+                break
+            except ValueError:
+                if i + 1 == len(ends):
+                    raise
+
+
 def change(method: Method, at: Sequence[Dimension], values: Sequence[Value]) -> None:
     """Give these values to a method that is under way, before its first task has ended."""
     for d, value in zip(at, values, strict=True):
-        setattr(_parts(method)[d.part], d.field, value)
+        setattr(parts(method)[d.part], d.field, value)
 
 
 def _every(method: Method) -> list[Dimension]:
     """All fields that could be tuned: numbers, and words from a list; those without a range have an empty one."""
-    several, found = len(_parts(method)) > 1, []
-    for part, m in enumerate(_parts(method)):
+    several, found = len(parts(method)) > 1, []
+    for part, m in enumerate(parts(method)):
         hints = get_type_hints(type(m), include_extras=True)
         for f in fields(m):
             hint = hints[f.name]
@@ -134,12 +174,14 @@ def _every(method: Method) -> list[Dimension]:
                 found.append(Dimension(part, f.name, name, Search(0, 0), get_args(plain)))
             elif isinstance(value := getattr(m, f.name), (int, float)) and not isinstance(value, bool):
                 search = next((e for e in extras if isinstance(e, Search)), Search(0, 0))
+                if search.unless and getattr(m, search.unless):
+                    search = replace(search, late=False)
                 found.append(Dimension(part, f.name, name, search, whole=isinstance(value, int) and plain is int))
     return found
 
 
 def _chosen(found: Sequence[Dimension], name: str, given: Given, method: Method) -> Dimension:
-    matching = [d for d in found if name in (d.name, d.field, f"{type(_parts(method)[d.part]).__name__}.{d.field}")]
+    matching = [d for d in found if name in (d.name, d.field, f"{type(parts(method)[d.part]).__name__}.{d.field}")]
     if len(matching) != 1:
         known = ", ".join(d.name for d in found)
         raise ValueError(
@@ -150,15 +192,29 @@ def _chosen(found: Sequence[Dimension], name: str, given: Given, method: Method)
         if given is not None:
             raise ValueError(f"{name} is one of {', '.join(d.words)}: all are tried, a range has no meaning.")
         return d
-    search = replace(d.search, low=given[0], high=given[1]) if isinstance(given, tuple) else given or d.search
-    if not search.low < search.high:
+    search = given if isinstance(given, Search) else d.search
+    if given is not None and not isinstance(given, Search):
+        try:
+            low, high = (float(end) for end in given)
+        except (TypeError, ValueError):
+            raise ValueError(f"{name} needs a range (low, high), got {given!r}.") from None
+        search = replace(d.search, low=low, high=high)
+    if not search.low < search.high or not math.isfinite(search.high - search.low):
         raise ValueError(f"{name} needs a range (low, high) with low < high, got {search.low:g} and {search.high:g}.")
+    if search.log and not search.low > 0:
+        raise ValueError(
+            f"{name} is looked for by factors, so that its range begins above 0, got {search.low:g}: begin higher, or give "
+            "Search(low, high, log=False)."
+        )
+    if d.whole and (search.low != int(search.low) or search.high != int(search.high)):
+        raise ValueError(f"{name} is a whole number: give whole ends, got {search.low:g} and {search.high:g}.")
     return replace(d, search=search)
 
 
-def _parts(method: Method) -> list[Method]:
+def parts(method: Method) -> list[Method]:
+    """The methods of a chain, or the one."""
     return method.methods if isinstance(method, Chain) else [method]
 
 
 def _kinds(method: Method) -> str:
-    return " + ".join(type(m).__name__ for m in _parts(method))
+    return " + ".join(type(m).__name__ for m in parts(method))

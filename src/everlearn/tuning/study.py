@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -16,13 +15,17 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from everlearn import atomic
+from everlearn.checks import check_settings
 from everlearn.extras import needs
+from everlearn.fingerprint import fingerprint
 from everlearn.method import Method, label
 from everlearn.results import Result
 from everlearn.stream import Stream
 from everlearn.trainer.course import Course
 from everlearn.trainer.training import OptimizerFactory, Training, adam, hide_bar
-from everlearn.tuning.space import Dimension, Given, Value, changed, dimensions
+from everlearn.tuning import archive
+from everlearn.tuning.archive import ENDED
+from everlearn.tuning.space import Dimension, Given, Value, changed, check_values, dimensions
 from everlearn.tuning.start import Start
 
 
@@ -75,12 +78,14 @@ def tune(
     keep_optimizer: bool = False,
     device: str | torch.device | None = None,
     out: str | os.PathLike[str] = "runs/tune",
+    told: Callable[[int, int, Trial], None] | None = None,
 ) -> Tuned:
     """Find the values of a method's fields with which it does best on validation data, after the last task.
 
     Half of the trials of a single number are spread evenly over its range, each of the others halves the wider gap beside the
-    best so far; values of several fields are proposed by Optuna (TPE). Trials whose fields act only after the first task (``Search.late``) share it: it is trained once, and every trial
-    goes on from a copy, to the result that a run of its own would have. A trial is given up after a task where it is worse
+    best so far; of fields that name their values, or few whole numbers, all are tried; values of several fields are proposed by
+    Optuna (TPE). Trials whose fields act only after the first task (``Search.late``) share it: it is trained once, and every
+    trial goes on from a copy, to the result that a run of its own would have. A trial is given up after a task where it is worse
     than three quarters of those before it.
 
     Args:
@@ -90,56 +95,78 @@ def tune(
             ``stream.first(3)`` to choose on the first three tasks alone.
         fields: which, and where to look; see ``space.dimensions``.
         trials: how many values to try.
-        seeds: runs per trial, whose mean counts.
+        seeds: runs per trial, counted from that of the training, whose mean counts.
         prune: give up hopeless trials.
         training: how tasks are learned.
         optimizer: a function of the parameters that makes one.
         keep_optimizer: between tasks.
         device: where to train.
         out: a folder for the study and the results of all trials; the same call goes on where it was stopped.
+        told: who is told of every trial: its number, how many there are, and what came of it.
     """
-    if trials < 1 or seeds < 1:
-        raise ValueError(f"Tuning takes at least one trial and one seed, got {trials} and {seeds}.")
-    at, folder = dimensions(method, fields), atomic.writable_folder(out)
+    check_settings({"trials": trials, "seeds": seeds}, None, "float32")
+    at, optuna = dimensions(method, fields), needs("optuna", "tune", "Tuning")
+    check_values(method, at)
+    _check_fresh(method)
     place = torch.device(device) if device is not None else None
-    made = [stream(s) if callable(stream) else stream for s in range(seeds)]
+    each = [replace(training, seed=training.seed + s) for s in range(seeds)]
     starts = [
-        Start(make_model, method, at, one, replace(training, seed=training.seed + s), optimizer, keep_optimizer, place)
-        for s, one in enumerate(made)
+        Start(
+            make_model, method, at, stream(t.seed) if callable(stream) else stream, t, optimizer, keep_optimizer, place
+        )
+        for t in each
     ]
-    optuna = needs("optuna", "tune", "Tuning")
-    study = _study(optuna, folder / "study.db", at, starts, trials)
-    seen = [_trial(t) for t in study.trials if t.state.name in ("COMPLETE", "PRUNED")]
-    hidden = hide_bar(training.progress)
-    with tqdm(total=trials, initial=len(seen), desc=f"tune {label(method)}", leave=False, disable=hidden) as bar:
-        while len(seen) < trials:
-            seen.append(_try(study, optuna, at, starts, prune, folder / "trials"))
-            bar.update()
-            bar.set_postfix_str(f"best so far {_best(seen)}")
+    folder = atomic.writable_folder(out)
+    with archive.study(optuna, folder / "study.db", at, starts, trials) as study:
+        seen = [_trial(t) for t in study.trials if t.state.name in ENDED]
+        trials = min(trials, archive.most(at, trials))
+        hidden = hide_bar(training.progress)
+        with tqdm(total=trials, initial=len(seen), desc=f"tune {label(method)}", leave=False, disable=hidden) as bar:
+            while len(seen) < trials:
+                seen.append(_try(study, optuna, at, starts, prune, folder / "trials"))
+                if told is not None:
+                    told(len(seen), trials, seen[-1])
+                bar.update()
+                bar.set_postfix_str(f"best so far {_best(seen)}")
     best = _best(seen)
     if best.score is None:
         raise ValueError(f"Every trial has failed, the last one because of this: {seen[-1].why}")
     return Tuned(changed(method, at, [best.values[d.name] for d in at]), at, best, seen)
 
 
+def _check_fresh(method: Method) -> None:
+    if fingerprint(method.state_dict()) != fingerprint(changed(method, [], []).state_dict()):
+        raise ValueError(
+            "This method has learned already, and a strength counts for tasks that end under it: give a fresh one, and the "
+            "stream from its first task on."
+        )
+
+
 def _try(study: Any, optuna: Any, at: Sequence[Dimension], starts: Sequence[Start], prune: bool, folder: Path) -> Trial:
     """One trial, over all seeds."""
     if len(at) == 1 and at[0].measured and not any(t.state.name == "WAITING" for t in study.trials):
-        before = [_trial(t) for t in study.trials if t.state.name in ("COMPLETE", "PRUNED")]
+        before = [_trial(t) for t in study.trials if t.state.name in ENDED]
         scores = [(float(t.values[at[0].name]), -math.inf if t.score is None else t.score) for t in before]
         study.enqueue_trial({at[0].name: at[0].between(scores)})
     trial = study.ask()
     values = [d.suggest(trial) for d in at]
     results: list[Result] = []
+    told_of: set[int] = set()
 
     def told(course: Course) -> None:
-        if len(course.rows) in (0, len(course.stream.exams)):
-            return
         step = len(results) * len(course.stream.exams) + len(course.rows)
+        if len(course.rows) in (0, len(course.stream.exams)) or step in told_of:
+            return  # nothing is tested yet, or all is, or a part of a task has ended
+        told_of.add(step)
         trial.report(course.so_far, step)
         if prune and _hopeless(study, trial.number, course.so_far, step):
             raise optuna.TrialPruned(f"given up after task {len(course.rows)}")
 
+    try:
+        changed(starts[0].method, at, values)
+    except ValueError as error:  # fields that do not go together
+        trial.set_user_attr("why", str(error))
+        return _trial(study.tell(trial, state=optuna.trial.TrialState.PRUNED))
     try:
         for start in starts:
             results.append(start.learn(values, told))
@@ -168,37 +195,3 @@ def _trial(frozen: Any) -> Trial:
 
 def _best(trials: Sequence[Trial]) -> Trial:
     return max(trials, key=lambda t: float("-inf") if t.score is None else t.score)
-
-
-def _study(optuna: Any, path: Path, at: Sequence[Dimension], starts: Sequence[Start], trials: int) -> Any:
-    """The study of a file, new or gone on with; one of another question is refused."""
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    try:
-        study = optuna.create_study(
-            storage=f"sqlite:///{path}",
-            study_name="everlearn",
-            direction="maximize",
-            sampler=optuna.samplers.TPESampler(seed=starts[0].training.seed, n_startup_trials=max(1, trials // 2)),
-            load_if_exists=True,
-        )
-        question = json.dumps([_question(at, start) for start in starts], sort_keys=True, default=str)
-        before = study.user_attrs.get("question", question)
-    except Exception as error:  # of the database, whose kinds are its own
-        raise ValueError(
-            f"{path} is not a whole study ({type(error).__name__}): move it away to begin anew."
-        ) from error
-    if before != question:
-        raise ValueError(f"{path} is a study of other data, settings or fields: give another folder, or move it away.")
-    if not study.trials:
-        study.set_user_attr("question", question)
-        for value in at[0].spread(min(trials, max(3, trials // 2))) if len(at) == 1 and at[0].measured else []:
-            study.enqueue_trial({at[0].name: value})
-    for left in study.get_trials(states=[optuna.trial.TrialState.RUNNING]):  # by a process that was stopped
-        study.tell(left.number, state=optuna.trial.TrialState.FAIL)
-        study.enqueue_trial(left.params)
-    return study
-
-
-def _question(at: Sequence[Dimension], start: Start) -> dict[str, Any]:
-    """What is asked: everything but the values, and the number of trials, which may grow."""
-    return {"fields": [repr(d) for d in at], **start.config(start.method)}

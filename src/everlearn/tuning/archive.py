@@ -1,0 +1,80 @@
+"""The file a study lives in: an Optuna study in SQLite, which knows what it was asked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from everlearn.extras import needs
+from everlearn.tuning.space import Dimension, first_values, parts
+from everlearn.tuning.start import Start
+
+ENDED = ("COMPLETE", "PRUNED")
+
+
+@contextmanager
+def study(optuna: Any, path: Path, at: Sequence[Dimension], starts: Sequence[Start], trials: int) -> Iterator[Any]:
+    """The study of a file, new or gone on with; one of another question is refused, and one that somebody works at."""
+    question = json.dumps([_question(at, start) for start in starts], sort_keys=True, default=str)
+    filelock = needs("filelock", "tune", "Tuning")
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    try:
+        with filelock.FileLock(path.with_suffix(".lock"), timeout=0):
+            found = _open(optuna, path)
+            _check(found, path, question)
+            found.sampler = optuna.samplers.TPESampler(
+                seed=starts[0].training.seed + len(found.trials),  # gone on with, it proposes others than before
+                n_startup_trials=max(1, trials // 2),
+            )
+            if not found.trials:
+                found.set_user_attr("question", question)
+                for values in first_values(at, trials):
+                    found.enqueue_trial(values)
+            for left in found.get_trials(states=[optuna.trial.TrialState.RUNNING]):  # by a process that was stopped
+                found.tell(left.number, state=optuna.trial.TrialState.FAIL)
+                found.enqueue_trial(left.params)
+            yield found
+    except filelock.Timeout:
+        raise ValueError(f"Another process is at work on {path}: wait for it, or give another folder.") from None
+
+
+def most(at: Sequence[Dimension], trials: int) -> int:
+    """How many trials there are at most."""
+    return prod(len(d.choices) for d in at) if all(d.choices for d in at) else trials
+
+
+def _open(optuna: Any, path: Path) -> Any:
+    try:
+        return optuna.create_study(
+            storage=f"sqlite:///{path}", study_name="everlearn", direction="maximize", load_if_exists=True
+        )
+    except Exception as error:  # of the database, whose kinds are its own
+        raise ValueError(
+            f"{path} is not a whole study ({type(error).__name__}): move it away to begin anew."
+        ) from error
+
+
+def _check(found: Any, path: Path, question: str) -> None:
+    before = found.user_attrs.get("question", None if found.trials else question)
+    if before is None:
+        raise ValueError(f"{path} is a study that everlearn has not made: give another folder, or move it away.")
+    if before != question:
+        raise ValueError(f"{path} is a study of other data, settings or fields: give another folder, or move it away.")
+
+
+def _question(at: Sequence[Dimension], start: Start) -> dict[str, Any]:
+    """What is asked: everything but the values of what is tuned, and the number of trials, which may grow."""
+    config = start.config(start.method)
+    tuned = {(d.part, d.field) for d in at}
+    others = [
+        [type(m).__name__, {f.name: repr(getattr(m, f.name)) for f in fields(m) if (i, f.name) not in tuned}]
+        for i, m in enumerate(parts(start.method))
+    ]
+    prints = {name: word for name, word in config["fingerprints"].items() if name != "method"}
+    rest = {name: fact for name, fact in config.items() if name not in ("method", "fields", "fingerprints")}
+    return {"dimensions": [repr(d) for d in at], "method": others, "fingerprints": prints, **rest}
