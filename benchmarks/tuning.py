@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from functools import partial
+from statistics import fmean, stdev
 
 import torch
 
@@ -45,8 +46,17 @@ print(
 quarters = [10 ** (k / 4) for k in range(41)]
 grid = {s: learn(method=EWC(s)).average_accuracy for s in quarters}
 top = max(grid, key=grid.__getitem__)
-print(f"grid of {len(grid)}: best {100 * grid[top]:.1f} % at {top:.3g}")
-for name, found in {"tuned": shared, "tuned with pruning": pruned}.items():
-    print(
-        f"{name}: {100 * found.best.score:.1f} % at {found.best.values['strength']:.3g}, {100 * (found.best.score - grid[top]):+.1f} points"
-    )
+print(f"grid of {len(grid)} on validation data: best {100 * grid[top]:.1f} % at {top:.3g}")
+
+# The best of 41 noisy numbers is above what it is worth: what was chosen is compared on test data, in other orders of the classes.
+for name, strength in {
+    "grid": top,
+    "tuned": shared.best.values["strength"],
+    "pruned": pruned.best.values["strength"],
+}.items():
+    found = []
+    for seed in range(5):
+        other = streams.split_mnist(root=root, scenario="domain", valid=0.1, seed=seed)
+        run = everlearn.run(nets.mlp, EWC(strength), other, seed=seed, progress=False, **settings)
+        found.append(100 * run.average_accuracy)
+    print(f"{name}: {strength:.3g}, on test data {fmean(found):.1f} ± {stdev(found):.1f} % over 5 seeds")

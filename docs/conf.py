@@ -13,7 +13,7 @@ sys.path.insert(0, str(ROOT / "src"))  # the reference is of the code beside the
 project = html_title = "Everlearn"
 author = copyright = "The Everlearn developers"
 release = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "cyclopts.sphinx_ext"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "cyclopts.sphinx_ext"]
 myst_heading_anchors = 3
 smartquotes_action = "D"  # straight quotes: what stands in them is often typed
 

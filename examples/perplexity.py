@@ -1,6 +1,6 @@
 """A small causal language model learns what people ask a bank, then what travellers ask: how well does it still know the bank's words?
 
-python examples/perplexity.py [EPOCHS]   with EVERLEARN_DATA naming the folder that has clinc150.
+python examples/perplexity.py [EPOCHS] [SENTENCES]   with EVERLEARN_DATA naming the folder that has clinc150.
 """
 
 import sys
@@ -14,7 +14,7 @@ from everlearn import ER, EWC, Method, Task, sources, train
 from everlearn.integrations.huggingface import Outputs
 
 LENGTH, END, RARE, IGNORED = 16, 0, 1, -100
-epochs = int(sys.argv[1]) if len(sys.argv) > 1 else 5
+epochs, most = (int(word) for word in [*sys.argv[1:], *["5", "1500"][len(sys.argv) - 1 :]])
 (texts, y), (texts_test, y_test) = data = sources.load("clinc150")
 words = Counter(chain.from_iterable(t.split() for t in texts))
 number = {w: i + 2 for i, w in enumerate(w for w, n in words.items() if n > 2)}
@@ -22,7 +22,7 @@ number = {w: i + 2 for i, w in enumerate(w for w, n in words.items() if n > 2)}
 
 def sentences(texts, labels, domain):
     """Rows of words, and for each the word that follows; what follows the end does not count."""
-    chosen = [t for t, label in zip(texts, labels.tolist(), strict=True) if label in data.groups[domain]]
+    chosen = [t for t, label in zip(texts, labels.tolist(), strict=True) if label in data.groups[domain]][:most]
     rows = torch.full((len(chosen), LENGTH + 1), END)
     for row, text in zip(rows, chosen, strict=True):
         ids = [number.get(w, RARE) for w in text.split()[:LENGTH]]

@@ -33,7 +33,7 @@ def with_nan():
         ((X, Y[:, None]), {}, r"outputs of shape \(8, 2\) for labels of shape \(8, 1\): use y.squeeze"),
         ((X[:, :3], Y), {}, r"cannot take the inputs of the task \(float32 of shape \(8, 3\)\)"),
         (((X * 255).to(torch.uint8), Y), {}, r"uint8 of shape \(8, 4\)\): convert them, x.float\(\) / 255"),
-        ([(X, Y, Y)], {}, r"must be a pair \(x, y\), got 3 parts"),
+        ([(X, Y, Y)], {}, r"must be a pair \(x, y\) or a dict with labels, got 3 parts"),
         ([(X[0], Y[0])], {}, "one example at a time, not in batches"),
         ((X, Y + 2), {}, "Labels run from 2 to 3 but the model has only 2 outputs"),
         ((X, Y - 1), {}, "has the label -1: classes are numbered from 0"),

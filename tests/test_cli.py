@@ -81,7 +81,10 @@ def test_a_yaml_file_has_the_same_keys_and_the_command_line_wins(settings, tmp_p
         (["run", "--set", "l2.strength=big", "--methods", "l2"], "l2.strength: got 'big', allowed: a valid number"),
         (["run", "--set", "finetune.x=1"], "finetune has no field 'x'. It has no fields."),
         (["run", "--set", "strength=1"], "METHOD.FIELD=VALUE"),
-        (["run", "--set", "l2.strength=1", "--methods", "finetune"], "Fields of l2 are set, which is not among the methods to run"),
+        (
+            ["run", "--set", "l2.strength=1", "--methods", "finetune"],
+            "Fields of l2 are set, which is not among the methods to run",
+        ),
         (["run", "--epochs", "0"], "epochs: got '0', allowed: greater than or equal to 1"),
         (["run", "--epochs", "many"], "epochs: got 'many', allowed: a valid integer"),
         (["run", "--optimizer", "sdg"], "optimizer: got 'sdg', allowed: 'sgd', 'adam', 'adamw' or 'rmsprop'"),
@@ -224,7 +227,7 @@ def test_a_terminal_sees_runs_tasks_and_steps(tmp_path, monkeypatch, capsys):
             return True
 
     monkeypatch.setattr("sys.stderr", Terminal())
-    assert start(["run", "--methods", "ewc,er", "--epochs", "5", "--hidden", "20", "--out", str(tmp_path)]) == 0
+    assert start(["run", "--methods", "ewc,er", "--epochs", "40", "--hidden", "20", "--out", str(tmp_path)]) == 0
     shown = sys.stderr.getvalue()
     for word in ("runs:", "EWC:", "task 0:", "run/s", "task/s", "step/s", "epoch=", "loss=", "so far"):
         assert word in shown, word

@@ -153,7 +153,7 @@ def tune(
 
     For example: everlearn tune --methods ewc,si --stream split-mnist --scenario domain --iterations 500 --trials 16
 
-    Half of the trials are spread over the range, the others close in on the best; several fields are left to Optuna. The first task is trained once for all trials
+    Half of the trials are spread over the range, the others go where it is promising; several fields are left to Optuna. The first task is trained once for all trials
     where the field acts only later, as a penalty's strength does. The same command goes on where it was stopped.
 
     Args:

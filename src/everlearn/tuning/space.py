@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import product
+from itertools import pairwise, product
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from everlearn.fields import Search
@@ -68,19 +68,28 @@ class Dimension:
         low, high = self._scaled(self.search.low), self._scaled(self.search.high)
         return [self._back(low + (high - low) * share) for share in shares]
 
-    def between(self, tried: Sequence[tuple[float, float]]) -> float:
-        """The middle of the wider gap beside the best of the values tried, given with their scores.
+    def between(self, tried: Sequence[tuple[float, float | None]]) -> float:
+        """The middle of the most promising gap between the values tried, given with their scores, None for failures.
 
-        >>> Dimension(0, "strength", "strength", Search(1, 10_000, log=False)).between([(1, 0.5), (3, 0.9), (9, 0.8)])
+            a gap's promise = (score at one end + score at the other) / 2 + steepest slope seen · width / 2
+
+        which no score inside exceeds if none is steeper (Shubert, 1972): several peaks are followed, not the first alone.
+
+        >>> strength = Dimension(0, "strength", "strength", Search(1, 9, log=False))
+        >>> strength.between([(1, 0.5), (3, 0.9), (9, 0.8)])
         6.0
+        >>> strength.between([(1, 0.5), (3, 0.9), (5, 0.5), (7, 0.5), (9, 0.85)])
+        2.0
         """
-        ordered = sorted(tried)
-        best = max(range(len(ordered)), key=[score for _, score in ordered].__getitem__)
-        beside = [ordered[i][0] for i in (best - 1, best + 1) if 0 <= i < len(ordered)]
-        beside = beside or [self.search.low, self.search.high]
-        ends = [(self._scaled(ordered[best][0]), self._scaled(value)) for value in beside]
-        one, other = max(ends, key=lambda gap: abs(gap[0] - gap[1]))
-        return self._back((one + other) / 2)
+        worst = min((score for _, score in tried if score is not None), default=0.0)
+        found = sorted((self._scaled(value), worst if score is None else score) for value, score in tried)
+        if len(found) < 2:
+            ends = [self._scaled(end) for end in (self.search.low, self.search.high)]
+            return self._back((found[0][0] + max(ends, key=lambda end: abs(end - found[0][0]))) / 2)
+        gaps = [(a, b) for a, b in pairwise(found) if b[0] > a[0]]
+        steepest = max(abs(b[1] - a[1]) / (b[0] - a[0]) for a, b in gaps)
+        a, b = max(gaps, key=lambda gap: gap[0][1] + gap[1][1] + steepest * (gap[1][0] - gap[0][0]))
+        return self._back((a[0] + b[0]) / 2)
 
     def _scaled(self, value: float) -> float:
         return math.log(value) if self._logarithmic else value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -82,8 +81,8 @@ def tune(
 ) -> Tuned:
     """Find the values of a method's fields with which it does best on validation data, after the last task.
 
-    Half of the trials of a single number are spread evenly over its range, each of the others halves the wider gap beside the
-    best so far; of fields that name their values, or few whole numbers, all are tried; values of several fields are proposed by
+    Half of the trials of a single number are spread evenly over its range, each of the others halves the most promising gap
+    between those before; of fields that name their values, or few whole numbers, all are tried; values of several fields are proposed by
     Optuna (TPE). Trials whose fields act only after the first task (``Search.late``) share it: it is trained once, and every
     trial goes on from a copy, to the result that a run of its own would have. A trial is given up after a task where it is worse
     than three quarters of those before it.
@@ -146,7 +145,7 @@ def _try(study: Any, optuna: Any, at: Sequence[Dimension], starts: Sequence[Star
     """One trial, over all seeds."""
     if len(at) == 1 and at[0].measured and not any(t.state.name == "WAITING" for t in study.trials):
         before = [_trial(t) for t in study.trials if t.state.name in ENDED]
-        scores = [(float(t.values[at[0].name]), -math.inf if t.score is None else t.score) for t in before]
+        scores = [(float(t.values[at[0].name]), t.score) for t in before]
         study.enqueue_trial({at[0].name: at[0].between(scores)})
     trial = study.ask()
     values = [d.suggest(trial) for d in at]
