@@ -112,7 +112,7 @@ def plainly(attached, model, optimizer, x, y, epoch):
     optimizer.step()
 
 
-def by_closure(attached, model, optimizer, x, y, epoch):
+def closure_of(attached, model, optimizer, x, y, epoch):
     def closure():
         attached.see(Batch(x, y, epoch=epoch))
         optimizer.zero_grad()
@@ -120,18 +120,15 @@ def by_closure(attached, model, optimizer, x, y, epoch):
         loss.backward()
         return loss
 
-    optimizer.step(closure)
+    return closure
+
+
+def by_closure(attached, model, optimizer, x, y, epoch):
+    optimizer.step(closure_of(attached, model, optimizer, x, y, epoch))
 
 
 def by_named_closure(attached, model, optimizer, x, y, epoch):
-    def closure():
-        attached.see(Batch(x, y, epoch=epoch))
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        return loss
-
-    optimizer.step(closure=closure)
+    optimizer.step(closure=closure_of(attached, model, optimizer, x, y, epoch))
 
 
 def scaled(attached, model, optimizer, x, y, epoch):

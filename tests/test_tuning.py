@@ -8,7 +8,7 @@ import torch
 import yaml
 
 import everlearn
-from everlearn import DER, ER, EWC, L2, METHODS, SI, LwF, Method, nets, streams
+from everlearn import DER, ER, EWC, L2, METHODS, SI, LwF, Method, atomic, nets, streams
 from everlearn.cli.app import start
 from everlearn.fields import Range
 from everlearn.seeds import restore, states
@@ -231,8 +231,7 @@ def test_a_study_of_two_fields_goes_on_with_new_values(tmp_path):
 
 
 def test_one_process_at_a_time(tmp_path):
-    filelock = pytest.importorskip("filelock")
-    with filelock.FileLock(tmp_path / "study.lock"), pytest.raises(ValueError, match="Another process"):
+    with atomic.alone(tmp_path / "study.lock"), pytest.raises(ValueError, match="Another process"):
         tune(net, EWC(), digits(), trials=1, training=TRAINING, out=tmp_path)
 
 

@@ -326,6 +326,11 @@ def _sum(penalties: Iterable[Tensor | float]) -> Tensor | float:
     return total
 
 
+def parts(method: Method) -> list[Method]:
+    """The methods of a chain, or the one that there is."""
+    return method.methods if isinstance(method, Chain) else [method]
+
+
 def label(method: Method) -> str:
     """A short name for tables: the kind of method and the fields that are not at their default.
 

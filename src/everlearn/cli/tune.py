@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from everlearn import atomic
 from everlearn.cli.names import UsageError, look_up, parse_settings, words
 from everlearn.cli.plan import Cell, Plan, cells, optimizer
-from everlearn.method import Method, label
+from everlearn.method import Method, label, parts
 from everlearn.methods import METHODS
 from everlearn.report.table import columns
 from everlearn.results import amount, readable
@@ -21,7 +21,7 @@ from everlearn.stream import Stream
 from everlearn.trainer.training import Training
 from everlearn.tuning import Trial, Tuned, tune
 from everlearn.tuning.picture import png
-from everlearn.tuning.space import Given, parts
+from everlearn.tuning.space import Given
 
 
 class Tuning(BaseModel):
@@ -130,13 +130,13 @@ def _file(cell: Cell, found: Tuned) -> str:
     ours = p.model_dump(
         mode="json", exclude={"stream", "scenario", "set", "valid", "out", "data", "workers", "track", "seeds"}
     )
-    parts = getattr(found.method, "methods", [found.method])
-    settings = {names[type(m)]: own for m in parts if (own := _own(m))}
+    methods = parts(found.method)
+    settings = {names[type(m)]: own for m in methods if (own := _own(m))}
     chosen = {
         "stream": cell.stream,
         "scenario": cell.scenario,
         **ours,
-        "methods": "+".join(names[type(m)] for m in parts),
+        "methods": "+".join(names[type(m)] for m in methods),
     }
     head = f"# Found by everlearn tune: {found.best}, on validation data.\n"
     return head + yaml.safe_dump(

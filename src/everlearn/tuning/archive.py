@@ -10,8 +10,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from everlearn.extras import needs
-from everlearn.tuning.space import Dimension, first_values, parts
+from everlearn import atomic
+from everlearn.method import parts
+from everlearn.tuning.space import Dimension, first_values
 from everlearn.tuning.start import Start
 
 ENDED = ("COMPLETE", "PRUNED")
@@ -21,26 +22,24 @@ ENDED = ("COMPLETE", "PRUNED")
 def study(optuna: Any, path: Path, at: Sequence[Dimension], starts: Sequence[Start], trials: int) -> Iterator[Any]:
     """The study of a file, new or gone on with; one of another question is refused, and one that somebody works at."""
     question = json.dumps([_question(at, start) for start in starts], sort_keys=True, default=str)
-    filelock = needs("filelock", "tune", "Tuning")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    try:
-        with filelock.FileLock(path.with_suffix(".lock"), timeout=0):
-            found = _open(optuna, path)
-            _check(found, path, question)
-            found.sampler = optuna.samplers.TPESampler(
-                seed=starts[0].training.seed + len(found.trials),  # gone on with, it proposes others than before
-                n_startup_trials=max(1, trials // 2),
-            )
-            if not found.trials:
-                found.set_user_attr("question", question)
-                for values in first_values(at, trials):
-                    found.enqueue_trial(values)
-            for left in found.get_trials(states=[optuna.trial.TrialState.RUNNING]):  # by a process that was stopped
-                found.tell(left.number, state=optuna.trial.TrialState.FAIL)
-                found.enqueue_trial(left.params)
-            yield found
-    except filelock.Timeout:
-        raise ValueError(f"Another process is at work on {path}: wait for it, or give another folder.") from None
+    with atomic.alone(path.with_suffix(".lock")) as free:
+        if not free:
+            raise ValueError(f"Another process is at work on {path}: wait for it, or give another folder.")
+        found = _open(optuna, path)
+        _check(found, path, question)
+        found.sampler = optuna.samplers.TPESampler(
+            seed=starts[0].training.seed + len(found.trials),  # gone on with, it proposes others than before
+            n_startup_trials=max(1, trials // 2),
+        )
+        if not found.trials:
+            found.set_user_attr("question", question)
+            for values in first_values(at, trials):
+                found.enqueue_trial(values)
+        for left in found.get_trials(states=[optuna.trial.TrialState.RUNNING]):  # by a process that was stopped
+            found.tell(left.number, state=optuna.trial.TrialState.FAIL)
+            found.enqueue_trial(left.params)
+        yield found
 
 
 def most(at: Sequence[Dimension], trials: int) -> int:

@@ -9,7 +9,7 @@ from itertools import pairwise, product
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from everlearn.fields import Search
-from everlearn.method import Chain, Method
+from everlearn.method import Chain, Method, parts
 
 Value = float | int | str
 FEW = 16
@@ -218,11 +218,6 @@ def _chosen(found: Sequence[Dimension], name: str, given: Given, method: Method)
     if d.whole and (search.low != int(search.low) or search.high != int(search.high)):
         raise ValueError(f"{name} is a whole number: give whole ends, got {search.low:g} and {search.high:g}.")
     return replace(d, search=search)
-
-
-def parts(method: Method) -> list[Method]:
-    """The methods of a chain, or the one."""
-    return method.methods if isinstance(method, Chain) else [method]
 
 
 def _kinds(method: Method) -> str:

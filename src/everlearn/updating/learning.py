@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from everlearn.heads import grow_output
-from everlearn.method import Chain, Method
+from everlearn.method import Method, parts
 from everlearn.params import evaluating
 from everlearn.seeds import derive, seeded
 from everlearn.stream import Task
@@ -35,11 +34,6 @@ class How:
     training: Training
     optimizer: OptimizerFactory
     output: str | None
-
-
-def parts(method: Method) -> Sequence[Method]:
-    """The methods of a chain, or the one that there is."""
-    return method.methods if isinstance(method, Chain) else [method]
 
 
 def check_method(method: Method) -> None:

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from everlearn import atomic
-from everlearn.method import Method, label
+from everlearn.method import Method, label, parts
 from everlearn.trainer.training import device_of
 from everlearn.updating import weights as files
 from everlearn.updating.exams import Exam, unpacked
 from everlearn.updating.labels import Classes, given
-from everlearn.updating.learning import parts, unpack
+from everlearn.updating.learning import unpack
 from everlearn.updating.outcome import Scores
 from everlearn.updating.reading import Reading
 from everlearn.updating.state import State, Version
