@@ -80,6 +80,10 @@ class Isolation(Method):
         super().load_state_dict(state)
         self._loaded = True
 
+    def resume(self, model: nn.Module, task: Any) -> None:
+        """Locks, gates and columns as the loaded state has them; what has begun does not begin again."""
+        self.begin_task(model, task)
+
     @contextmanager
     def as_task(self, k: int) -> Iterator[None]:
         """Inside, hooks on the model serve the k-th task."""

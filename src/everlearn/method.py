@@ -1,4 +1,4 @@
-"""What a continual-learning method is: ten optional verbs, spoken at fixed places of a training loop."""
+"""What a continual-learning method is: eleven optional verbs, spoken at fixed places of a training loop."""
 
 from __future__ import annotations
 
@@ -64,6 +64,9 @@ class Method:
 
     def begin_task(self, model: nn.Module, task: Any) -> None:
         """Grow, wrap or snapshot the model before the optimizer is made. [in order]"""
+
+    def resume(self, model: nn.Module, task: Any) -> None:
+        """Go on in the middle of a task: it has begun, and then model and state became what they were when they were saved. [in order]"""
 
     def join(self, batch: Batch) -> Batch:
         """What goes through the model for the task loss: the batch, then whatever is replayed. [at most one may replace it]"""
@@ -235,6 +238,11 @@ class Chain(Method):
         """Each in order."""
         for m in self.methods:
             m.begin_task(model, task)
+
+    def resume(self, model: nn.Module, task: Any) -> None:
+        """Each in order."""
+        for m in self.methods:
+            m.resume(model, task)
 
     def join(self, batch: Batch) -> Batch:
         """That of the one method that replaces it."""

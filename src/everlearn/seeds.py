@@ -51,6 +51,19 @@ def restore(before: tuple[Any, ...]) -> None:
         torch.cuda.set_rng_state(before[3][1], before[3][0])
 
 
+def pack(before: tuple[Any, ...]) -> list[Any]:
+    """Random states as tensors and numbers, for a file."""
+    cpu, (kind, keys, *rest), python, own = before
+    return [cpu, [kind, torch.from_numpy(keys.astype(np.int64)), *rest], list(python[1]), python[2], own and own[1]]
+
+
+def unpack(content: list[Any], device: torch.device | None = None) -> tuple[Any, ...]:
+    """Random states from such a file."""
+    cpu, (kind, keys, *rest), numbers, gauss, own = content
+    numpys = (kind, keys.numpy().astype(np.uint32), *rest)
+    return cpu, numpys, (random.getstate()[0], tuple(numbers), gauss), own if own is None else (device, own)
+
+
 @contextmanager
 def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
     """Run code on random states of its own (torch on the CPU and the device, numpy, random) and put the old ones back."""

@@ -92,15 +92,20 @@ class Task:
     def __repr__(self) -> str:
         return _summary(self)
 
-    def batches(self, size: int, epochs: int = 1, iterations: int | None = None, seed: int = 0) -> Iterator[Batch]:
+    def batches(
+        self, size: int, epochs: int = 1, iterations: int | None = None, seed: int = 0, start: int = 0
+    ) -> Iterator[Batch]:
         """Batches for training: shuffled, augmented, for so many epochs or, if given, iterations.
 
-        The order depends on the seed, the task and the epoch alone; call it again and you get the same batches.
+        The order depends on the seed, the task and the epoch alone; call it again and you get the same batches. With ``start``,
+        those after so many.
         """
+        whole = start // (self.steps_per_epoch(size) or start + 1)  # epochs that need not be read to get there
+        skipped = whole * (self.steps_per_epoch(size) or 0)
         if iterations is not None:
-            yield from islice(self._epochs(size, count(), seed), iterations)
+            yield from islice(self._epochs(size, count(whole), seed), start - skipped, iterations - skipped)
         else:
-            yield from self._epochs(size, range(epochs), seed)
+            yield from islice(self._epochs(size, range(whole, epochs), seed), start - skipped, None)
 
     def _epochs(self, size: int, epochs: Iterable[int], seed: int) -> Iterator[Batch]:
         for epoch in epochs:

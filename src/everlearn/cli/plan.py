@@ -22,7 +22,7 @@ from everlearn.nets import NETS
 from everlearn.results import Result
 from everlearn.stream import SCENARIOS, Scenario, Stream
 from everlearn.streams import STREAMS
-from everlearn.trainer import run
+from everlearn.trainer import Every, run
 
 P = TypeVar("P", bound="Plan")
 OPTIMIZERS = {
@@ -68,6 +68,10 @@ class Plan(BaseModel):
     threads: int | None = Field(None, ge=1, description="Threads torch may use; small models are fastest with 1.")
     track: str = Field("", description="Who else is told: any of tensorboard, mlflow, wandb, separated by commas.")
     workers: int = Field(1, ge=1, description="Runs side by side, each in a process of its own.")
+    checkpoint_minutes: float | None = Field(
+        5.0, ge=0, description="A killed run goes on where it was: minutes from one checkpoint to the next ..."
+    )
+    checkpoint_steps: int | None = Field(None, ge=1, description="... or steps; one is written after every task too.")
     out: Path = Field(Path("runs"), description="Folder of the results.")
 
     @property
@@ -165,6 +169,7 @@ class Cell:
             clip=p.clip, accumulate=p.accumulate, precision=p.precision, keep_optimizer=p.keep_optimizer,
             split="valid" if p.valid else "test", device=p.device, out=p.out, force=force,
             trackers=listeners(p.track), progress=False if p.workers > 1 else None,
+            checkpoint=Every(p.checkpoint_steps, p.checkpoint_minutes),
         )  # fmt: skip
 
     def made(self) -> Stream:

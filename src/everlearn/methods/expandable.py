@@ -107,6 +107,10 @@ class ExpandableRepresentation(Replay):
         self._note_views(task, number)
         self._start = [p.detach().clone() for p in self._attach(model).learning()]
 
+    def resume(self, model: nn.Module, task: Any) -> None:
+        """The extractors of the loaded state beside the model."""
+        self.begin_task(model, task)
+
     def parameters(self) -> list[nn.Parameter]:
         """The classifier's weights for the frozen extractors, and the auxiliary head."""
         return [] if self._live is None else self._live.learning()

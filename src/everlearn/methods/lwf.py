@@ -68,6 +68,7 @@ class LwF(Method):
         self.learned: list[int] = []
         self.current: int | None = None
         self.begun: bool = False
+        self.warmed = 0  # steps of this task's warm-up that are done
         self._asked: list[tuple[Tensor, Tensor, int, int]] | None = None
         self._likelihood: Likelihood = Categorical()
         self._warmup = Warmup()
@@ -77,7 +78,7 @@ class LwF(Method):
         self.current, self.begun, self._asked = getattr(task, "id", None), True, None
         if self.latest and (self.current is None or self.current != self.latest["ids"][-1]):
             self.teacher = self.latest
-            self._warmup = Warmup()
+            self._warmup, self.warmed = Warmup(), 0
             if self.warmup:
                 self._warmup.begin(unwrap(model), task, self.teacher, self.warmup, self.output)
 
@@ -130,6 +131,7 @@ class LwF(Method):
 
     def after_step(self, model: nn.Module) -> None:
         """During the warm-up everything else stays, whatever the optimizer carries along."""
+        self.warmed += self._warmup.left > 0
         self._warmup.after_step()
 
     def end_task(self, model: nn.Module, task: Any) -> None:
@@ -139,9 +141,9 @@ class LwF(Method):
         self.latest, self._asked, self.begun = remember(model, task, self.learned), None, False
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what another had learned."""
+        """Take over what another had learned; where a warm-up has begun, it goes on."""
         super().load_state_dict(state)
-        self._asked = None
+        self._asked, self._warmup.left = None, max(0, self._warmup.left - self.warmed)
 
 
 class Warmup:

@@ -1,8 +1,10 @@
 """The trainer: the loop of ``Method``'s docstring as functions, and nothing a method could not do without."""
 
+from everlearn.trainer.checkpoints import Every
 from everlearn.trainer.evaluation import evaluate
+from everlearn.trainer.lesson import Trained, train
 from everlearn.trainer.running import run
 from everlearn.trainer.tracking import Tracker
-from everlearn.trainer.training import Trained, Training, train
+from everlearn.trainer.training import Training
 
-__all__ = ["Tracker", "Trained", "Training", "evaluate", "run", "train"]
+__all__ = ["Every", "Tracker", "Trained", "Training", "evaluate", "run", "train"]

@@ -6,16 +6,21 @@ import copy
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from everlearn.cost import Clock, peak_memory, reset_peak_memory, state_bytes
 from everlearn.method import Method
 from everlearn.results import Result
+from everlearn.seeds import pack, restore, states, unpack
 from everlearn.stream import Split, Stream, Task
+from everlearn.trainer.checkpoints import Checkpoints, State
 from everlearn.trainer.evaluation import evaluate
+from everlearn.trainer.lesson import Lesson
+from everlearn.trainer.optimizers import rebuilt, written
 from everlearn.trainer.tracking import Journal
-from everlearn.trainer.training import OptimizerFactory, Training, device_of, practise
+from everlearn.trainer.training import OptimizerFactory, Training, device_of
 
 
 class Course:
@@ -32,6 +37,7 @@ class Course:
         keep_optimizer: go on with the same optimizer instead of a fresh one per task.
         split: which data to test on.
         journal: who is told.
+        checkpoints: where it is written down how far the course has come; it goes on from there.
     """
 
     def __init__(
@@ -44,6 +50,7 @@ class Course:
         keep_optimizer: bool,
         split: Split,
         journal: Journal,
+        checkpoints: Checkpoints | None = None,
     ) -> None:
         if training.scheduler is not None and stream.once:
             raise ValueError("An online stream's chunks are too short for a scheduler: set the learning rate instead.")
@@ -54,14 +61,30 @@ class Course:
         self._clock, self._device = Clock(), device_of(model)
         self._before = reset_peak_memory(self._device)
         self._current: OptimizerFactory | Optimizer = optimizer
+        self._made = 0  # groups of the optimizer that its function has made
         self._each: dict[str, list[Any]] = {"parameters": [], "state_bytes": [], "facts": []}
-        self.initial = self._test(stream[0])
+        self._checkpoints = checkpoints
+        self._within: State | None = None  # where in the next task an earlier process was
+        if checkpoints is not None and (found := checkpoints.newest()) is not None:
+            self._go_on(*found)
+        else:
+            self.initial = self._test(stream[0])
 
     def train(self) -> None:
         """Train the next task."""
-        trained = practise(self.model, self.method, self.stream[self.at], self.training, self._current, self.journal)
-        self._clock.add(trained.seconds)
-        self._current = trained.optimizer
+        task, resumed, self._within = self.stream[self.at], self._within, None
+        lesson = Lesson(self.model, self.method, task, self.training, self._current, resumed)
+        if not isinstance(self._current, Optimizer):
+            self._made = len(lesson.optimizer.param_groups) if resumed is None else resumed["optimizer"]["made"]
+        self._current = lesson.optimizer
+        shapes = _shapes(self.model)
+        for loss in lesson.steps():
+            self.journal.stepped(loss)
+            saver = self._checkpoints
+            if saver is not None and saver.due() and saver.within(self.at) and _shapes(self.model) == shapes:
+                schedule = None if lesson.schedule is None else lesson.schedule.state_dict()
+                saver.write(self.at, lesson.step, {**self._state(lesson), "step": lesson.step, "schedule": schedule})
+        self._clock.add(lesson.clock.seconds)
 
     def close(self) -> None:
         """Consolidate what was trained and, where its task is over, test on all tasks."""
@@ -73,12 +96,51 @@ class Course:
             self._current = self.optimizer
         self.at += 1
         if goes_on:
+            if self._checkpoints is not None and self._checkpoints.due():
+                self._checkpoints.write(self.at, 0, self._state())
             return
         self.rows.append(self._test(task))
         self.journal.learned(self.rows[-1], self.learned)
         self._each["parameters"].append(sum(p.numel() for p in self.model.parameters()))
         self._each["state_bytes"].append(state_bytes(self.method.state_dict()))
         self._each["facts"].append(self.method.facts())
+        if self._checkpoints is not None and after:
+            self._checkpoints.write(self.at, 0, self._state())
+
+    def _state(self, lesson: Lesson | None = None) -> State:
+        """All that another process needs to go on, as tensors, numbers and lists of them."""
+        live = self._current if isinstance(self._current, Optimizer) else None
+        clock = copy.deepcopy(self._clock)
+        if lesson is not None:
+            clock.add(lesson.clock.seconds)
+        return {
+            "at": self.at,
+            "rows": self.rows,
+            "each": self._each,
+            "initial": self.initial,
+            "seconds": dict(clock.seconds),
+            "told": self.journal.step,
+            "model": self.model.state_dict(),
+            "method": self.method.state_dict(),
+            "optimizer": None if live is None else written(live, self._made, self.model, self.method),
+            "random": pack(states(self._device)),
+        }
+
+    def _go_on(self, start: State | None, within: State | None) -> None:
+        """As the task found the course; what was learned of it comes when it is trained."""
+        if start is not None:
+            self.model.load_state_dict(start["model"])
+            self.method.load_state_dict(start["method"])
+            if start["optimizer"] is not None:
+                self._made = start["optimizer"]["made"]
+                self._current = rebuilt(start["optimizer"], self.optimizer, self.model, self.method)
+            restore(unpack(start["random"], self._device))
+        if within is not None:
+            self._within, self._current = within, self.optimizer
+        last = within or start or {}
+        self.at, self.rows, self._each, self.initial = last["at"], last["rows"], last["each"], last["initial"]
+        self.journal.step = last["told"]
+        self._clock.add(last["seconds"])
 
     @property
     def learned(self) -> int:
@@ -110,3 +172,8 @@ class Course:
     def _test(self, task: Task) -> list[float]:
         with self._clock("evaluate"):
             return evaluate(self.model, self.method, self.stream.exams, allowed=task.allowed, split=self.split)
+
+
+def _shapes(model: nn.Module) -> list[tuple[str, torch.Size]]:
+    """A network that has grown within its task is no place to go on from: its task begins anew."""
+    return [(name, value.shape) for name, value in model.state_dict().items()]

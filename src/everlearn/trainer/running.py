@@ -7,6 +7,7 @@ import operator
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,6 +19,7 @@ from everlearn.method import Method, label
 from everlearn.results import Result, amount, file_name, provenance
 from everlearn.seeds import derive, seeded
 from everlearn.stream import Split, Stream
+from everlearn.trainer.checkpoints import Checkpoints, Every
 from everlearn.trainer.configuration import build, configuration
 from everlearn.trainer.course import Course
 from everlearn.trainer.tracking import Journal, Tracker
@@ -45,6 +47,7 @@ def run(
     trackers: Sequence[Tracker] = (),
     out: str | os.PathLike[str] | None = None,
     force: bool = False,
+    checkpoint: Every | None = Every(),  # noqa: B008 - frozen
 ) -> Result:
     """Learn a whole stream and test on all tasks after each.
 
@@ -71,6 +74,8 @@ def run(
         trackers: who is told what happens while it happens, such as ``everlearn.integrations.tensorboard.TensorBoard()``.
         out: a folder for the result; a run that is there already is read instead of done again ...
         force: ... unless you force it. A run on what cannot be told apart (a generator) is always done.
+        checkpoint: how often the run writes down where it is, in the folder: a run that was killed goes on from there when it is
+            called again, and ends as if nothing had happened, bit for bit. None for never.
 
     >>> from everlearn import nets, streams
     >>> result = run(nets.mlp, Method(), streams.digits(scenario="class"), epochs=5)
@@ -85,12 +90,20 @@ def run(
         config = configuration(stream, method, model, training, optimizer, keep_optimizer, split)
         if folder is not None and not force and (done := _whole(folder / file_name(config))) is not None:
             return done
+        saver = _checkpoints(folder, config, stream, checkpoint)
+        if saver is not None and force:
+            saver.clear()
         made, journal, result = provenance(), Journal(trackers), None
         journal.start(config)
         try:
-            course = Course(model, method, stream, training, optimizer, keep_optimizer, split, journal)
+            course = Course(model, method, stream, training, optimizer, keep_optimizer, split, journal, saver)
             with tqdm(
-                total=len(stream), desc=label(method), unit="task", leave=False, disable=hide_bar(progress)
+                total=len(stream),
+                initial=course.at,
+                desc=label(method),
+                unit="task",
+                leave=False,
+                disable=hide_bar(progress),
             ) as bar:
                 while course.at < len(stream):
                     course.train()
@@ -103,7 +116,23 @@ def run(
             journal.finish(result)
     if folder is not None:
         result.save(folder)
+    if saver is not None:
+        saver.clear()
     return result
+
+
+def _checkpoints(
+    folder: Path | None, config: dict[str, Any], stream: Stream, every: Every | None
+) -> Checkpoints | None:
+    """Where they are kept; none of runs that could not go on as they were, which begin anew.
+
+    Those are runs that cannot be told apart, and those whose tasks differ in their transforms: replay augments old examples as
+    their task did, and a file holds no functions.
+    """
+    alike = all(t.transform is stream[0].transform and t.eval_transform is stream[0].eval_transform for t in stream)
+    if folder is None or every is None or not alike or None in config["fingerprints"].values():
+        return None
+    return Checkpoints(folder / f"{Path(file_name(config)).stem}.checkpoints", every)
 
 
 def _whole(path: Path) -> Result | None:

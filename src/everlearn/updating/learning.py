@@ -15,7 +15,8 @@ from everlearn.method import Method, parts
 from everlearn.params import evaluating
 from everlearn.seeds import derive, seeded
 from everlearn.stream import Task
-from everlearn.trainer.training import OptimizerFactory, Trained, Training, device_of, train
+from everlearn.trainer.lesson import Trained, train
+from everlearn.trainer.training import OptimizerFactory, Training, device_of
 from everlearn.traits import traits_of
 
 Pair = tuple[Tensor, Tensor]

@@ -1,0 +1,119 @@
+"""Runs killed at random moments and called again: do they end as if nothing had happened, and what does that cost?
+
+python benchmarks/kills.py            50 kills over seven methods, each compared with a run that was left alone
+python benchmarks/kills.py overhead   the time of runs that write a checkpoint every 100 steps, as a ratio of runs that do not
+"""
+
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+import everlearn
+from everlearn import AGEM, ER, EWC, HAT, SI, DERpp, PackNet, nets, streams
+from everlearn.results import load
+from everlearn.trainer import Every
+
+METHODS = {
+    "EWC": lambda: EWC(100.0),
+    "SI": lambda: SI(1.0),
+    "ER": lambda: ER(200),
+    "DER++": lambda: DERpp(200),
+    "HAT": HAT,
+    "PackNet": PackNet,
+    "A-GEM": lambda: AGEM(200),
+}
+KILLS = 50
+
+
+def learn(make, folder, every, stream=None, iterations=300, batch_size=32, hidden=(100, 100)):
+    """A run in this process; its weights beside its result."""
+    made = []
+
+    def net(inputs, outputs):
+        made.append(nets.mlp(inputs, outputs, hidden=hidden))
+        return made[-1]
+
+    settings = {"iterations": iterations, "batch_size": batch_size, "checkpoint": every, "progress": False}
+    everlearn.run(net, make(), stream or streams.digits(scenario="task"), out=folder, **settings)
+    torch.save(made[-1].state_dict(), folder / "weights.pt")
+
+
+def child(make, folder, seconds=None):
+    """The same in a process of its own, killed after so many seconds; whether it was."""
+    if not (pid := os.fork()):
+        code = 1
+        try:
+            learn(make, folder, Every(steps=50))
+            code = 0
+        finally:
+            os._exit(code)
+    if seconds is not None:
+        time.sleep(seconds)
+        os.kill(pid, signal.SIGKILL)
+    status = os.waitpid(pid, 0)[1]
+    if status not in (0, signal.SIGKILL):
+        raise SystemExit("A run has failed.")
+    return status != 0
+
+
+def same(one, other):
+    """Whether two folders hold the same weights and the same result."""
+    a, b = (torch.load(folder / "weights.pt", weights_only=True) for folder in (one, other))
+    results = [load(folder)[0] for folder in (one, other)]
+    return all(torch.equal(a[n], b[n]) for n in a) and np.array_equal(*(r.accuracy for r in results))
+
+
+def kills():
+    """Each method by turns, killed between 0 and the time a whole run takes, until it has ended."""
+    rng, done, exact, wholes = random.Random(0), 0, 0, {}
+    warnings.simplefilter("error")  # a checkpoint that cannot be read would be told
+    with tempfile.TemporaryDirectory() as folder, tqdm(total=KILLS) as bar:
+        for name, make in METHODS.items():
+            begun = time.perf_counter()
+            child(make, Path(folder) / name)
+            wholes[name] = time.perf_counter() - begun
+        counts = dict.fromkeys(METHODS, 0)
+        while done < KILLS:
+            name = min(counts, key=counts.get)
+            place = Path(folder) / f"{name} {done}"
+            killed = 0
+            while child(METHODS[name], place, rng.uniform(0, wholes[name])) and not (place / "weights.pt").exists():
+                killed += 1
+            counts[name] += killed
+            done += killed
+            exact += killed * same(Path(folder) / name, place)
+            bar.update(killed)
+    print(f"{done} kills ({', '.join(f'{n} {c}' for n, c in counts.items())}): {exact} exact resumes")
+
+
+def overhead():
+    """A network 784-400-400-10 in three tasks of 300 steps, batch 128; side by side, many times, in turns."""
+    x, y = torch.rand(6000, 784), torch.arange(6000) % 6
+    stream = streams.split((x, y), (x[:600], y[:600]), tasks=3, scenario="task")
+    settings = {"stream": stream, "batch_size": 128, "hidden": (400, 400)}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, make in METHODS.items():
+            ratios = []
+            for i in range(5):
+                seconds = []
+                for every in (Every(100, None), None):
+                    begun = time.perf_counter()
+                    learn(make, Path(folder) / f"{name} {i} {every}", every, **settings)
+                    seconds.append(time.perf_counter() - begun)
+                ratios.append(seconds[0] / seconds[1])
+            print(f"{name:8} {median(ratios):.3f}  ({min(ratios):.3f} to {max(ratios):.3f})", flush=True)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    overhead() if sys.argv[1:] == ["overhead"] else kills()

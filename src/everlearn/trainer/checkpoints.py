@@ -1,0 +1,136 @@
+"""Checkpoints: where a run was, in files that are whole or are not used."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import pickle
+import re
+import shutil
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import torch
+
+from everlearn import atomic
+from everlearn.fields import Range, check_field
+
+MARK = b"Everlearn checkpoint 1\n"
+State = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Every:
+    """How often a run writes down where it is, besides at the end of every task.
+
+    Args:
+        steps: after so many steps ...
+        minutes: ... or so many minutes, whichever comes first; None for never.
+
+    >>> Every(steps=100)
+    Every(steps=100, minutes=5.0)
+    """
+
+    steps: Annotated[int, Range(1)] | None = None
+    minutes: Annotated[float, Range(0)] | None = 5.0
+
+    def __post_init__(self) -> None:
+        for name, hint in get_type_hints(type(self), include_extras=True).items():
+            check_field(f"Every.{name}", getattr(self, name), hint)
+
+
+class Checkpoints:
+    """The checkpoints of one run: a folder of files, each named by a task and a step in it.
+
+    The file of step 0 is the run between two tasks; that of a later step is of use together with it. The first task needs none:
+    whoever begins the run anew is there. The last two are kept, and what they need; a damaged one is told of and passed over.
+
+    Args:
+        folder: theirs alone.
+        every: how often.
+    """
+
+    def __init__(self, folder: Path, every: Every) -> None:
+        self.folder, self.every = folder, every
+        self._steps, self._time = 0, time.monotonic()
+        self._started = 0  # the task whose beginning can be had again
+        self._proven = self._useless = False
+
+    def due(self) -> bool:
+        """Whether it is time after one more step, and of use."""
+        self._steps += 1
+        steps, minutes = self.every.steps, self.every.minutes
+        if self._useless:
+            return False
+        late = minutes is not None and time.monotonic() - self._time >= 60 * minutes
+        return late or (steps is not None and self._steps >= steps)
+
+    def within(self, task: int) -> bool:
+        """Whether one within this task would be of use: not if its beginning was not written."""
+        return self._started == task
+
+    def write(self, task: int, step: int, state: State) -> None:
+        """Write down where the run is, and forget what is not needed any more."""
+        if self._useless:
+            return
+        torch.save(state, file := io.BytesIO())
+        content = file.getbuffer()
+        atomic.writable_folder(self.folder)
+        path = self.folder / f"{task:06}-{step:09}.checkpoint"
+        atomic.write(
+            path, b"".join([MARK, hashlib.blake2b(content, digest_size=16).hexdigest().encode(), b"\n", content])
+        )
+        if not self._proven:  # better told now than when it is needed
+            self._useless, self._proven = self._read(task, step) is None, True
+        self._started = task if step == 0 else self._started
+        self._steps, self._time = 0, time.monotonic()
+        places = sorted(self._places(), reverse=True)
+        needed = {*places[:2], *((task, 0) for task, _ in places[:2])}
+        for place in set(places) - needed:
+            self._path(*place).unlink(missing_ok=True)
+
+    def newest(self) -> tuple[State | None, State | None] | None:
+        """The newest that can be read: the run as the task found it (None for the first), and within the task, if it was there."""
+        for task, step in sorted(self._places(), reverse=True):
+            start = None if task == 0 else self._read(task, 0)
+            if task and start is None:
+                continue
+            within = self._read(task, step) if step else None
+            if within is not None or step == 0:
+                self._started = task
+                return start, within
+        return None
+
+    def clear(self) -> None:
+        """The run is done."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _read(self, task: int, step: int) -> State | None:
+        path = self._path(task, step)
+        try:
+            content = path.read_bytes()
+            mark, digest, rest = content[: len(MARK)], content[len(MARK) : len(MARK) + 32], content[len(MARK) + 33 :]
+            if mark != MARK or hashlib.blake2b(rest, digest_size=16).hexdigest().encode() != digest:
+                raise ValueError("it is damaged")
+            state: State = torch.load(io.BytesIO(rest), weights_only=True)
+            return state
+        except FileNotFoundError:
+            return None
+        except pickle.UnpicklingError:
+            why = "it holds more than tensors, numbers and names, which is not read"
+        except (OSError, ValueError, RuntimeError, EOFError) as error:
+            why = str(error)
+        warnings.warn(f"The checkpoint {path} is of no use ({why}); a run goes on from an earlier place.", stacklevel=2)
+        return None
+
+    def _places(self) -> Iterator[tuple[int, int]]:
+        for path in self.folder.glob("*.checkpoint") if self.folder.is_dir() else ():
+            if match := re.fullmatch(r"(\d{6})-(\d{9})", path.stem):
+                yield int(match[1]), int(match[2])
+
+    def _path(self, task: int, step: int) -> Path:
+        return self.folder / f"{task:06}-{step:09}.checkpoint"

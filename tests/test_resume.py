@@ -1,0 +1,270 @@
+"""A run that was killed goes on where it was, and ends as if nothing had happened."""
+
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import everlearn
+from everlearn import ER, EWC, METHODS, SI, DERpp, LwF, Method, PackNet, nets, streams
+from everlearn.results import load
+from everlearn.trainer import Every
+from everlearn.trainer.checkpoints import Checkpoints
+from everlearn.trainer.lesson import Lesson
+
+STEPS = 12  # of each of the three tasks
+
+
+class Killed(BaseException):
+    """As sudden as a signal, and not caught by anybody."""
+
+
+@pytest.fixture
+def outcome(small_stream, tmp_path, monkeypatch):
+    """The weights and the result of a run, killed after these many steps by turns, each counted from its start."""
+
+    def learn(
+        make_method,
+        kills=(),
+        *,
+        folder="out",
+        net=None,
+        scenario="task",
+        stream=None,
+        steps=5,
+        left_there=False,
+        **settings,
+    ):
+        made, left, taken = [], list(kills), [0]
+        step = Lesson._take
+
+        def take(self, batch):
+            if left and taken[0] == left[0]:
+                raise Killed
+            step(self, batch)
+            taken[0] += 1
+
+        def make(inputs, outputs):
+            made.append((net or plain)(inputs, outputs))
+            return made[-1]
+
+        monkeypatch.setattr(Lesson, "_take", take)
+        settings = {"iterations": STEPS, "batch_size": 16, **settings}
+        while True:
+            try:
+                result = everlearn.run(
+                    make, make_method(), stream or small_stream(scenario), out=tmp_path / folder,
+                    checkpoint=Every(steps, None), progress=False, **settings,
+                )  # fmt: skip
+                return made[-1].state_dict(), result
+            except Killed:
+                taken[0] = 0
+                left.pop(0)
+                if left_there:
+                    return None
+
+    return learn
+
+
+def plain(inputs, outputs):
+    return nets.mlp(inputs, outputs, hidden=(20,))
+
+
+def restless(inputs, outputs):
+    """Everything that has a mode, statistics or random numbers."""
+    body = nets.cnn(inputs, outputs, channels=(4, 8))
+    return nn.Sequential(body[0], nn.Dropout(0.2), *body[1:])
+
+
+def equal(one, other):
+    (weights, result), (again, resumed) = one, other
+    assert list(weights) == list(again)
+    for name in weights:
+        assert torch.equal(weights[name], again[name]), name
+    assert np.array_equal(result.accuracy, resumed.accuracy)
+    assert result.initial == resumed.initial
+    assert result.config == resumed.config
+    for fact in ("parameters", "state_bytes", "facts"):
+        assert result.cost[fact] == resumed.cost[fact]
+    return True
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_goes_on_exactly(name, outcome):
+    whole = outcome(METHODS[name])
+    # In the first task, then at once in the second, late in it (after a pruning), and in its last step.
+    assert equal(whole, outcome(METHODS[name], [7, 6, 9, 11], folder="killed"))
+
+
+@pytest.mark.parametrize("name", ["finetune", "ewc", "er", "packnet", "hat", "generative"])
+def test_with_dropout_statistics_momenta_schedules_and_the_same_optimizer(name, outcome):
+    settings = {
+        "net": restless, "keep_optimizer": True, "clip": 1.0, "accumulate": 2,
+        "optimizer": lambda p: torch.optim.SGD([{"params": p[:-2]}, {"params": p[-2:], "lr": 0.1}], lr=0.05, momentum=0.9),
+        "scheduler": lambda optimizer, steps: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, steps),
+    }  # fmt: skip
+    whole = outcome(METHODS[name], **settings)
+    assert equal(whole, outcome(METHODS[name], [8, 13, 7], folder="killed", **settings))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: LwF(warmup=8),
+        lambda: SI(consolidate_every=4) + ER(30),
+        lambda: EWC(mode="online", structure="kronecker"),
+        lambda: PackNet(retrain=0.5) + EWC(),
+    ],
+    ids=["warm-up", "without boundaries", "Kronecker", "chain"],
+)
+def test_settings_with_a_memory_of_steps(make, outcome):
+    assert equal(outcome(make), outcome(make, [7, 6, 9], folder="killed"))
+
+
+@pytest.mark.parametrize("scenario", ["class", "domain"])
+def test_scenarios(scenario, outcome):
+    def make():
+        return DERpp(40)
+
+    assert equal(outcome(make, scenario=scenario), outcome(make, [9, 9], folder="killed", scenario=scenario))
+
+
+def test_augmentation_and_epochs_are_found_again(outcome):
+    (x, y), test = streams.digits_data()
+
+    def shifted(x):
+        return x.roll(int(torch.randint(3, ())), -1) + 0.01 * float(np.random.rand())
+
+    stream = streams.split((x[:200], y[:200]), test, tasks=2, scenario="task", transform=shifted, class_order=range(10))
+    settings = {"stream": stream, "epochs": 3, "iterations": None}
+    assert equal(outcome(lambda: ER(30), **settings), outcome(lambda: ER(30), [9, 14], folder="killed", **settings))
+
+
+def test_what_an_online_stream_has_learned_is_kept(outcome, small_stream):
+    stream = streams.online(small_stream("class"), chunk=16)
+    settings = {"stream": stream, "iterations": None, "steps": 3}
+    assert equal(outcome(lambda: ER(30), **settings), outcome(lambda: ER(30), [8, 9], folder="killed", **settings))
+
+
+@pytest.fixture
+def checkpoints(outcome, tmp_path):
+    """The files of a run that was killed in its second task, after two checkpoints there."""
+    outcome(EWC, [STEPS + 11], left_there=True)
+    [folder] = (tmp_path / "out").glob("*.checkpoints")
+    return sorted(folder.iterdir())
+
+
+def test_the_last_two_are_kept_and_what_they_need(checkpoints):
+    assert [p.name for p in checkpoints] == [f"000001-{n:09}.checkpoint" for n in (0, 5, 10)]
+
+
+HARMS = {
+    "truncated": lambda b: b[: len(b) // 2],
+    "empty": lambda b: b"",
+    "a bit": lambda b: b[:-100] + bytes([b[-100] ^ 1]) + b[-99:],
+    "foreign": lambda b: b"PK\x03\x04 something else",
+}
+
+
+@pytest.mark.parametrize(
+    ("harm", "torn"),
+    [*((harm, [2]) for harm in HARMS), ("truncated", [1, 2]), ("truncated", [0]), ("truncated", [0, 1, 2])],
+    ids=str,
+)
+def test_a_damaged_checkpoint_is_passed_over(harm, torn, checkpoints, outcome):
+    for i in torn:
+        checkpoints[i].write_bytes(HARMS[harm](checkpoints[i].read_bytes()))
+    with pytest.warns(UserWarning, match="goes on from an earlier place"):
+        resumed = outcome(EWC)
+    assert equal(outcome(EWC, folder="whole"), resumed)
+
+
+def test_nothing_is_unpickled(checkpoints, outcome, tmp_path):
+    class Harm:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "harm"),)
+
+    with pytest.warns(UserWarning, match="more than tensors"):
+        Checkpoints(checkpoints[0].parent, Every()).write(1, 11, {"model": Harm()})
+    with pytest.warns(UserWarning, match="more than tensors"):
+        outcome(EWC)
+    assert not (tmp_path / "harm").exists()
+
+
+def test_a_state_that_cannot_be_read_back_is_told_at_once(outcome):
+    class Odd(Method):
+        def state_dict(self):
+            return {"what": {1}.__class__, "thing": object}
+
+    with pytest.warns(UserWarning, match="more than tensors"):
+        outcome(Odd)
+
+
+def test_a_finished_run_leaves_its_result_alone(outcome, tmp_path):
+    outcome(EWC, [9])
+    assert [p.suffix for p in (tmp_path / "out").iterdir()] == [".json"]
+
+
+def test_force_begins_anew(checkpoints, outcome, tmp_path, monkeypatch):
+    begun = []
+    test = everlearn.trainer.course.Course._test
+    monkeypatch.setattr(everlearn.trainer.course.Course, "_test", lambda *a: begun.append(1) or test(*a))
+    outcome(EWC, force=True)
+    assert len(begun) == 4  # untrained, and after each of three tasks
+
+
+def test_what_cannot_go_on_as_it_was_begins_anew(small_stream, outcome, tmp_path):
+    stream = small_stream()
+    for i, task in enumerate(stream):
+        task.transform = [None, torch.clone, torch.Tensor.contiguous][i]
+    whole = outcome(lambda: ER(30), folder="whole", stream=stream)
+    assert equal(whole, outcome(lambda: ER(30), [STEPS + 8], stream=stream))
+
+
+def test_time_too_makes_a_checkpoint_due(tmp_path):
+    saver = Checkpoints(tmp_path, Every(minutes=0))
+    assert saver.due()
+    assert not Checkpoints(tmp_path, Every(minutes=None)).due()
+    with pytest.raises(ValueError, match=r"Every\.steps"):
+        Every(steps=0)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are started anew here, which takes long")
+def test_a_process_killed_by_the_system_goes_on(tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+
+    def learn(folder):
+        made = []
+
+        def make(inputs, outputs):
+            made.append(plain(inputs, outputs))
+            return made[-1]
+
+        settings = {"iterations": 60, "progress": False, "checkpoint": Every(7, None)}
+        everlearn.run(make, DERpp(50), streams.digits(scenario="task"), out=folder, **settings)
+        torch.save(made[-1].state_dict(), folder / "weights.pt")
+
+    def child(folder, kill):
+        if not (pid := os.fork()):
+            learn(folder)
+            os._exit(0)
+        before, files = None, folder.rglob
+        while kill and (before is None or sorted(files("*.checkpoint")) == before):
+            before = sorted(files("*.checkpoint"))
+            time.sleep(0.002)
+        if kill:
+            os.kill(pid, signal.SIGKILL)
+        return os.waitpid(pid, 0)[1]
+
+    assert child(whole, False) == 0
+    for _ in range(5):
+        assert child(killed, True) == signal.SIGKILL
+    assert not (killed / "weights.pt").exists()
+    assert child(killed, False) == 0
+    one, other = (torch.load(f / "weights.pt", weights_only=True) for f in (whole, killed))
+    assert all(torch.equal(one[n], other[n]) for n in one)
+    assert np.array_equal(load(whole)[0].accuracy, load(killed)[0].accuracy)
