@@ -1,6 +1,7 @@
 """A method carried by optimizer hooks does in any loop what the README's loop does with it."""
 
 import contextlib
+import copy
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from everlearn import (
     MAS,
     SI,
     Batch,
+    Bernoulli,
     DERpp,
     LwF,
     Method,
@@ -173,6 +175,88 @@ def test_accumulated_micro_batches_make_the_step_of_the_whole_batch(name, tasks)
     )
 
 
+@pytest.mark.parametrize("name", ["er", "derpp", "lwf"])
+def test_a_batch_that_made_no_step_is_forgotten(name, tasks):
+    """As after a gradient that overflowed: what was not stepped on is not subtracted either."""
+
+    def unsure(attached, model, optimizer, x, y, epoch):
+        if epoch:  # in the first epoch the batch would enter the memory twice
+            attached.see(Batch(x.flip(0) * 3, y, epoch=epoch))
+            F.cross_entropy(model(x.flip(0) * 3), y).backward()
+            optimizer.zero_grad()
+        plainly(attached, model, optimizer, x, y, epoch)
+
+    torch.testing.assert_close(
+        learn_theirs(METHODS[name], tasks, unsure), learn_ours(METHODS[name], tasks), rtol=1e-7, atol=1e-9
+    )
+
+
+def test_a_penalty_counts_though_the_model_is_called_by_its_layers(tasks):
+    class Own(Method):
+        def penalty(self, model, batch=None, out=None):
+            return 0.1 * sum(p.square().sum() for p in model.parameters())
+
+    def by_layers(attached, model, optimizer, x, y, epoch):
+        optimizer.zero_grad()
+        for layer in model:
+            x = layer(x)
+        F.cross_entropy(x, y).backward()
+        optimizer.step()
+
+    torch.testing.assert_close(learn_theirs(Own, tasks, by_layers), learn_ours(Own, tasks), rtol=1e-7, atol=1e-9)
+
+
+def test_inputs_are_those_that_pass(tasks):
+    """A loop may normalise between the loader and the model."""
+
+    def normalising(attached, model, optimizer, x, y, epoch):
+        attached.see(Batch(x / 2, y, epoch=epoch))
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    for name in ("er", "der"):
+        torch.testing.assert_close(
+            learn_theirs(METHODS[name], tasks, normalising), learn_ours(METHODS[name], tasks), rtol=1e-7, atol=1e-9
+        )
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda out, y: F.cross_entropy(out, y, label_smoothing=0.3),
+        lambda out, y: F.cross_entropy(out, y, reduction="sum"),
+        lambda out, y: F.cross_entropy(out, y) / 3,
+    ],
+    ids=["smoothed", "summed", "a third"],
+)
+def test_replay_refuses_a_loss_that_is_not_what_it_subtracts(loss, tasks):
+    model, (x, y) = net(), (tasks[0][0][0][:25], tasks[0][0][1][:25])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ER(20).attach(model, optimizer) as attached, pytest.raises(ValueError, match="loop's loss is"):
+        attached.see(x, y)
+        loss(model(x), y).backward()
+        optimizer.step()
+
+
+def test_several_labels_with_another_mean_are_refused(tasks):
+    model, x, y = torch.nn.Linear(5, 8), torch.randn(10, 5), torch.randint(2, (10, 8)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ER(20).attach(model, optimizer, Bernoulli()) as attached, pytest.raises(ValueError, match=r"0\.125 of that"):
+        attached.see(x, y)
+        F.binary_cross_entropy_with_logits(model(x), y).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("make", [EWC, SI, L2], ids=str)
+def test_who_looks_at_parameters_alone_keeps_no_batches(make, tasks):
+    model, (x, y) = net(), tasks[0][0]
+    with make().attach(model, torch.optim.SGD(model.parameters(), lr=0.1)) as attached:
+        attached.see(x, y)
+        model(x)
+        assert not attached._seen
+
+
 def test_the_loop_s_own_loss_stays(tasks):
     """Label smoothing is the loop's business; EWC adds its penalty all the same."""
 
@@ -275,6 +359,49 @@ def test_what_hooks_cannot_serve_is_refused():
         EWC().attach(model, next(iter(each.values())))
     for handle in handles:
         handle.remove()
+
+
+def test_an_optimizer_that_does_not_have_all_is_refused(tasks):
+    model, method = net(), HAT()
+    method.begin_task(model, whole(tasks[0]))
+    with pytest.raises(ValueError, match="parameters of its own"):
+        method.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match=r"does not move 3\.weight, 3\.bias"):
+        EWC().attach(model, torch.optim.SGD(model[1].parameters(), lr=0.1))
+
+
+def test_one_attachment_at_a_time_and_none_for_a_copy(tasks):
+    model, (x, _) = net(), tasks[0][0]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    attached = ER(20).attach(model, optimizer)
+    for other in (optimizer, torch.optim.SGD(model.parameters(), lr=0.1)):
+        with pytest.raises(ValueError, match="attached here already"):
+            EWC().attach(model, other)
+    twin = copy.deepcopy(model)
+    twin(x)
+    assert not attached._seen
+    EWC().attach(twin, torch.optim.SGD(twin.parameters(), lr=0.1))
+    attached.remove()
+    EWC().attach(model, optimizer)
+
+
+def test_outputs_that_are_no_tensor_and_batches_without_a_label(tasks):
+    class Odd(torch.nn.Linear):
+        def forward(self, x):
+            return {"logits": super().forward(x)}
+
+    model, x = Odd(5, 2), torch.randn(4, 5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ER(20).attach(model, optimizer) as attached, pytest.raises(TypeError, match="it gave a dict"):
+        attached.see(x, torch.zeros(4, dtype=torch.long))
+        model(x)["logits"].sum().backward()
+        optimizer.step()
+    words = torch.nn.Linear(5, 3)
+    optimizer = torch.optim.SGD(words.parameters(), lr=0.1)
+    with ER(20).attach(words, optimizer) as attached:
+        attached.see(torch.randn(2, 4, 5), torch.full((2, 4), -100))
+        words(torch.randn(2, 4, 5)).sum().backward()
+        optimizer.step()
 
 
 def test_a_fused_optimizer_under_a_scaler_is_told_to_unscale(tasks):

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from everlearn.batch import Batch
+from everlearn.batch import Batch, ask
 from everlearn.likelihood import Categorical, Likelihood
 
 if TYPE_CHECKING:
     from everlearn.method import Method
 
 
-@dataclass
+@dataclass(eq=False)
 class Seen:
     """A micro-batch of the step under way, and what the model has said to it."""
 
     batch: Batch
+    passed: bool = False
     out: Tensor | None = None
+    pull: Tensor | None = None  # the gradient of the loop's loss in these outputs
     precision: torch.dtype | None = None  # of autocast
 
 
@@ -36,14 +41,15 @@ class Attachment:
         g ← g + Σ_b (n_b / n) ∇[ L_method(b) - L_task(b) ],    then before_step(model)
 
     and after the move it has ``after_step(model)``. At that place gradients are summed, unscaled and averaged over processes, so
-    that accumulation and mixed precision need not be known, and the loop's own loss stays what it is. Methods that look at
-    examples see those that pass the model in training mode; labels are told by ``see``. A step skipped by a gradient
-    scaler is not seen: its examples count for the next one.
+    that accumulation and mixed precision need not be known, and the loop's own loss stays what it is. A method whose task loss is
+    another than the likelihood's, as that of replay is, subtracts the latter: at the first step it is checked that the loop's is
+    that. Methods that look at examples see those that pass the model in training mode; labels are told by ``see``. What
+    has passed without a step, because a gradient scaler skipped it or the loop did, is forgotten when gradients begin anew.
 
     Args:
         method: the method.
         model: such that ``model(x)`` gives the outputs.
-        optimizer: whose steps count.
+        optimizer: whose steps count; it has all that learns, the method's parameters too.
         likelihood: what the outputs mean.
     """
 
@@ -51,10 +57,12 @@ class Attachment:
         self, method: Method, model: nn.Module, optimizer: Optimizer, likelihood: Likelihood | None = None
     ) -> None:
         optimizer = _plain(optimizer)
-        _check(model, optimizer)
+        _check(method, model, optimizer)
         self.method, self.model, self.likelihood = method, model, likelihood or Categorical()
         self._seen: list[Seen] = []
         self.busy = self._edited = False  # asking the model itself; owing an after_step
+        self._replaces = method.changes("join") or method.changes("task_loss")
+        self._known = not self._replaces  # whether the loop's loss is the likelihood's
         self._handles = [
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
@@ -70,8 +78,12 @@ class Attachment:
             epoch: the pass over the data; memories take examples in the first.
             out: what the model has said to it, where that is known.
         """
+        if self.method.of_parameters:
+            return
         batch = x if isinstance(x, Batch) else Batch(x, y, likelihood=self.likelihood, epoch=epoch)
-        self._seen.append(Seen(batch, out))
+        self._seen.append(Seen(batch))
+        if out is not None:
+            self._note(self._seen[-1], out)
 
     def remove(self) -> None:
         """Leave the loop as it was."""
@@ -85,16 +97,42 @@ class Attachment:
     def __exit__(self, *_: object) -> None:
         self.remove()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Attachment:
+        """A copy of the model is a model without a method."""
+        other = copy.copy(self)
+        other.busy, other._seen, other._handles = True, [], []
+        return other
+
     def _passed(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Note what goes through the model while it learns."""
-        if self.busy or not model.training or not torch.is_grad_enabled():
+        if self.busy or self.method.of_parameters or not model.training or not torch.is_grad_enabled():
             return
-        if not self._seen or self._seen[-1].out is not None:
-            self._seen.append(Seen(self._batch(args, kwargs)))
+        passed = self._batch(args, kwargs)
+        if not self._seen or self._seen[-1].passed:
+            self._seen.append(Seen(passed))
         one = self._seen[-1]
-        one.out = out.detach() if isinstance(out, Tensor) else None
-        device = next(model.parameters()).device.type
+        if len(passed) == len(one.batch) and one.batch.raw is None:
+            one.batch = replace(one.batch, x=passed.x)  # as the loop has normalised it
+        self._note(one, out)
+
+    def _note(self, one: Seen, out: Any) -> None:
+        """What the model has said, where it is needed, and what becomes of it."""
+        one.passed = True
+        device = next(self.model.parameters()).device.type
         one.precision = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        if not isinstance(out, Tensor):
+            return
+        if not self._known or self.method.changes("observe"):
+            one.out = out.detach()
+        if out.requires_grad:
+            out.register_hook(partial(self._pulled, one))
+
+    def _pulled(self, one: Seen, gradient: Tensor) -> None:
+        """The loop goes backward: where it does so with no gradients yet, what passed before has made no step."""
+        if not self._known:
+            one.pull = gradient.detach()
+        if one in self._seen and all(p.grad is None for p in self.model.parameters()):
+            self._seen = self._seen[self._seen.index(one) :]
 
     def _batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:
         if len(args) == 1 and not kwargs:
@@ -127,36 +165,62 @@ class Attachment:
 
     def _edit(self) -> None:
         """Add the method's part to the gradients, and let it edit them."""
-        seen, self._seen = self._seen, []
+        seen, self._seen = [one for one in self._seen if one.batch.weight], []
         if all(p.grad is None for p in self.model.parameters()):
             return
         whole = sum(one.batch.weight for one in seen)
-        with self._unnoticed(bool(seen) and not self.method.of_parameters):
+        with self._unnoticed(bool(seen)):
+            if not self._known and seen:
+                self._compare(seen)
             for one in seen:
                 with _autocast(one, self.model), _hint(one.batch):
                     extra = self._extra(one)
-                if isinstance(extra, Tensor) and extra.requires_grad:
-                    (extra * (one.batch.weight / whole)).backward()
+                _backward(extra, one.batch.weight / whole)
             if not seen:
-                self.method.unpulled(self.model, None, None)
+                _backward(self.method.unpulled(self.model, None, None))
             self.method.pull(self.model)
             self.method.before_step(self.model)
         self._edited = True
+
+    def _compare(self, seen: list[Seen]) -> None:
+        """Refuse a loop whose loss is not what is subtracted; a power of two may be a scaler's."""
+        pairs = [
+            (one.out.float().requires_grad_(), one) for one in seen if one.out is not None and one.pull is not None
+        ]
+        if len(pairs) < len(seen) or any(one.batch.y is None for one in seen):
+            return
+        ours = [torch.autograd.grad(one.batch.loss(out), out)[0].flatten().double() for out, one in pairs]
+        theirs = [one.pull.flatten().double() for _, one in pairs if one.pull is not None]
+        scales = [float(a @ b / a.square().sum().clamp(min=1e-300)) for a, b in zip(ours, theirs, strict=True)]
+        apart = max(
+            float((b - s * a).norm() / b.norm().clamp(min=1e-300)) for a, b, s in zip(ours, theirs, scales, strict=True)
+        )
+        times = sum(scales)
+        if apart > 0.05 or not (
+            abs(times - 1) < 0.05 or (times > 1.5 and abs(math.log2(times) - round(math.log2(times))) < 0.05)
+        ):
+            what = "another one" if apart > 0.05 else f"{times:.3g} of that"
+            raise ValueError(
+                f"{type(self.method).__name__} weighs the loss of new examples against that of old ones by {self.likelihood}, and the "
+                f"loop's loss is {what}: give attach(…, likelihood=…) what the loop's loss is the mean of, or take the loss from "
+                "method.loss(model, batch)."
+            )
+        self._known = True
 
     def _extra(self, one: Seen) -> Tensor | float:
         """What the method's loss has beyond the loop's."""
         method, batch, out = self.method, one.batch, None
         extra: Tensor | float = 0.0
-        if method.changes("join") or method.changes("task_loss"):
+        if self._replaces:
             whole = method.join(batch)
-            said = self.model(whole.x)
+            said = ask(self.model, whole.x)
             out = said if whole is batch else said[: len(batch)]
             extra = method.task_loss(whole, said) - batch.loss(out)
         extra = extra + method.unpulled(self.model, batch, out)
         if method.changes("observe"):
             if one.out is None:
                 with torch.no_grad():
-                    one.out = self.model(batch.x) if out is None else out.detach()
+                    one.out = ask(self.model, batch.x) if out is None else out.detach()
             method.observe(batch, one.out)
         return extra
 
@@ -185,7 +249,7 @@ def _plain(optimizer: Any) -> Optimizer:
     return optimizer
 
 
-def _check(model: nn.Module, optimizer: Optimizer) -> None:
+def _check(method: Method, model: nn.Module, optimizer: Optimizer) -> None:
     """Refuse the loops whose steps no hook can serve."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise TypeError("LBFGS looks at the loss many times in a step: call the method's verbs in your own loop.")
@@ -196,6 +260,27 @@ def _check(model: nn.Module, optimizer: Optimizer) -> None:
             "Something acts on each gradient as soon as it is there, as optimizers do that step inside backward(): a "
             "method needs all gradients of a step together."
         )
+    hooks: list[Any] = [*optimizer._optimizer_step_pre_hooks.values(), *model._forward_hooks.values()]
+    if any(isinstance(owner := getattr(hook, "__self__", None), Attachment) and not owner.busy for hook in hooks):
+        raise ValueError(
+            "A method is attached here already: attachment.remove() takes it off, and EWC() + ER() is one method of two."
+        )
+    moved = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if any(p.requires_grad and id(p) not in moved for p in method.parameters()):
+        raise ValueError(
+            f"{type(method).__name__} has parameters of its own that this optimizer does not move: make it after "
+            "begin_task(model, task), of [*model.parameters(), *method.parameters()]."
+        )
+    if left := [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in moved]:
+        raise ValueError(
+            f"This optimizer does not move {', '.join(left[:3])}{', …' * (len(left) > 3)}: a method goes with one optimizer that has "
+            "all that learns; freeze the others, p.requires_grad_(False)."
+        )
+
+
+def _backward(extra: Tensor | float, share: float = 1.0) -> None:
+    if isinstance(extra, Tensor) and extra.requires_grad:
+        (extra * share).backward()
 
 
 @contextmanager
@@ -204,9 +289,11 @@ def _hint(batch: Batch) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        if batch.y is not None:
+        if batch.y is not None or "no labels" not in str(error):
             raise
-        raise ValueError(f"{error} Here: attachment.see(x, y) before the model is called.") from error
+        raise ValueError(
+            f"{error} Here: attachment.see(x, y) before the model is called, which a trainer's callback does once per batch."
+        ) from error
 
 
 def _autocast(one: Seen, model: nn.Module) -> AbstractContextManager[Any]:

@@ -7,13 +7,24 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from everlearn.data import Inputs
 from everlearn.likelihood import Categorical, Likelihood
 
 Transform = Callable[[Inputs], Inputs]
+
+
+def ask(model: nn.Module, x: Inputs) -> Tensor:
+    """What a model says, which must be a tensor."""
+    out = model(x)
+    if not isinstance(out, Tensor):
+        raise TypeError(
+            f"The model must give a tensor of outputs, it gave a {type(out).__name__}: wrap it in a module whose "
+            "forward(x) returns the outputs alone."
+        )
+    return out
 
 
 @dataclass(slots=True)
@@ -72,7 +83,9 @@ class Batch:
         try:
             x = tree_map(lambda *v: torch.cat(v), self.x, other.x)
         except RuntimeError as error:
-            raise ValueError(f"These examples do not go into one batch: {error}") from None
+            raise ValueError(
+                f"These examples do not go into one batch: {error}. Give all inputs one shape; sentences: pad all to one length."
+            ) from None
         y = None if self.y is None or other.y is None else torch.cat([self.y, other.y])
         t = None if self.t is None or other.t is None else torch.cat([self.t, other.t])
         return self.like(x, y, t)

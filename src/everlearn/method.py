@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from everlearn.attachment import Attachment
-from everlearn.batch import Batch
+from everlearn.batch import Batch, ask
 from everlearn.fields import check_field
 from everlearn.likelihood import Likelihood
 from everlearn.params import evaluating
@@ -117,12 +117,7 @@ class Method:
         if not isinstance(batch, Batch):
             raise TypeError(f"A loss is of a Batch, got a {type(batch).__name__}: write Batch(x, y).")
         whole = self.join(batch)
-        out = model(whole.x)
-        if not isinstance(out, Tensor):
-            raise TypeError(
-                f"The model must give a tensor of outputs, it gave a {type(out).__name__}: wrap it in a module whose "
-                "forward(x) returns the outputs alone."
-            )
+        out = ask(model, whole.x)
         loss = self.task_loss(whole, out)
         out = out if whole is batch else out[: len(batch)]
         penalty = (self.unpulled if pulled else self.penalty)(model, batch, out)

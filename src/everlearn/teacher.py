@@ -20,8 +20,10 @@ def remember(model: nn.Module, task: Any, learned: list[int]) -> Teacher:
     rows = None
     if allowed is not None:  # a task without a number had no table: it may be answered with everything
         rows = torch.stack([allowed[k] if k >= 0 else torch.ones_like(allowed[0]) for k in learned])
-    state = {n: v.detach().clone() for n, v in [*inner.named_parameters(), *inner.named_buffers()]}
-    return {"state": state, "ids": list(learned), "rows": rows}
+    frozen = [n for n, p in inner.named_parameters() if not p.requires_grad]  # an adapter's base stays what it is
+    kept = [(n, p) for n, p in inner.named_parameters() if p.requires_grad]
+    state = {n: v.detach().clone() for n, v in [*kept, *inner.named_buffers()]}
+    return {"state": state, "frozen": frozen, "ids": list(learned), "rows": rows}
 
 
 def with_task(learned: list[int], task: Any) -> list[int]:
@@ -43,7 +45,13 @@ def answer(model: nn.Module, teacher: Teacher, x: Any) -> Tensor:
 def check_known(model: nn.Module, teacher: Teacher) -> None:
     """Refuse a model with parameters the teacher has not."""
     known: Params = teacher["state"]
-    if new := [n for n, _ in unwrap(model).named_parameters() if n not in known]:
+    others = [(n, p) for n, p in unwrap(model).named_parameters() if n not in known]
+    if thawed := [n for n, p in others if n in teacher["frozen"] and p.requires_grad]:
+        raise ValueError(
+            f"{', '.join(thawed[:3])} was frozen when the last task ended, and learns now, so that the teacher would change with "
+            "it: end the task with what will learn later."
+        )
+    if new := [n for n, _ in others if n not in teacher["frozen"]]:
         raise ValueError(
             f"{', '.join(new[:3])} did not exist when the last task ended, so the teacher would be another model: grow the "
             "output layer (everlearn.heads.grow_output), or end the task after adding layers."

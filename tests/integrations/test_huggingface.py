@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from everlearn import DER, ER, EWC, MAS, SI, Batch, LwF, Method
+from everlearn import DER, ER, EWC, HAT, MAS, SI, Batch, DERpp, LwF, Method, PackNet
+from everlearn.stream import as_task
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.filterwarnings("ignore")]  # their own
@@ -15,6 +16,7 @@ METHODS = {
     "lwf": lambda: LwF(2.0),
     "er": lambda: ER(30),
     "der": lambda: DER(30),
+    "packnet": lambda: PackNet(output="model.classifier"),
     "chain": lambda: EWC(50.0) + ER(30),
 }
 
@@ -75,24 +77,34 @@ def batches(task):
     return [transformers.default_data_collator(task[i : i + 8]) for i in range(0, len(task), 8)]
 
 
+def pairs(task):
+    """What the loss compares: of a causal model each place with the next word."""
+    made = []
+    for batch in batches(task):
+        y = batch.pop("labels")
+        made.append((batch, y if y.dim() == 1 else torch.nn.functional.pad(y[:, 1:], (0, 1), value=-100)))
+    return made
+
+
 def ours(method, tasks, model):
     from everlearn.integrations.huggingface import Outputs
 
     wrapped = Outputs(model)
     for task in tasks:
-        method.begin_task(wrapped, None)
+        planned = as_task(pairs(task))
+        planned.steps = 2 * len(batches(task))
+        method.begin_task(wrapped, planned)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
         model.train()
         for epoch in range(2):
-            for batch in batches(task):
-                y = batch.pop("labels")
+            for batch, y in pairs(task):
                 loss = method.loss(wrapped, Batch(batch, y, epoch=epoch))
                 optimizer.zero_grad()
                 loss.backward()
                 method.before_step(wrapped)
                 optimizer.step()
                 method.after_step(wrapped)
-        method.end_task(wrapped, batches(task))
+        method.end_task(wrapped, planned)
     return weights(model)
 
 
@@ -112,7 +124,7 @@ def test_accumulation_makes_the_steps_of_whole_batches(name, tasks, tmp_path):
     torch.testing.assert_close(got, ours(METHODS[name](), tasks, tiny()), rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.parametrize("name", ["ewc", "si", "der"])
+@pytest.mark.parametrize("name", ["ewc", "si", "der", "lwf", "packnet"])
 def test_a_training_resumed_from_a_checkpoint_ends_where_one_in_a_row_does(name, tasks, tmp_path):
     from everlearn.integrations.huggingface import Continual
 
@@ -125,7 +137,7 @@ def test_a_training_resumed_from_a_checkpoint_ends_where_one_in_a_row_does(name,
     settings = {"save_strategy": "steps", "save_steps": 5, "save_only_model": False}
     model, method = tiny(), METHODS[name]()
     theirs(method, tasks[:1], model, tmp_path / "first")
-    before, known = {k: v.clone() for k, v in model.state_dict().items()}, method.state_dict()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
     with pytest.raises(KeyboardInterrupt):
         InOrder(
             model,
@@ -135,9 +147,74 @@ def test_a_training_resumed_from_a_checkpoint_ends_where_one_in_a_row_does(name,
         ).train()
     again, fresh = tiny(), METHODS[name]()
     again.load_state_dict(before)
-    fresh.load_state_dict(known)
     going_on = InOrder(
         again, arguments(tmp_path / "half", **settings), train_dataset=tasks[1], callbacks=[Continual(fresh)]
     )
     going_on.train(resume_from_checkpoint=str(tmp_path / "half" / "checkpoint-5"))
     torch.testing.assert_close(weights(again), whole, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("make", [Method, lambda: EWC(50.0, labels="true"), lambda: ER(30), lambda: DERpp(30)])
+def test_a_causal_model_s_labels_are_the_next_words(make, tmp_path):
+    torch.manual_seed(0)
+    texts = [[{"input_ids": i, "labels": i} for i in torch.randint(20, (16, 7))] for _ in range(2)]
+
+    def model():
+        torch.manual_seed(1)
+        off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        shape = transformers.GPT2Config(vocab_size=20, n_positions=8, n_embd=16, n_layer=1, n_head=2, **off)
+        return transformers.GPT2LMHeadModel(shape).double()
+
+    got = theirs(make(), texts, model(), tmp_path)
+    torch.testing.assert_close(
+        got, ours(make(), texts, model()), rtol=1e-3, atol=1e-5
+    )  # their loss is taken in float32
+
+
+def test_a_training_begun_again_has_the_method_once(tasks, tmp_path):
+    from everlearn.integrations.huggingface import Continual
+
+    class Counts(EWC):
+        steps = 0
+
+        def before_step(self, model):
+            Counts.steps += 1
+
+    class Stop(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, **given):
+            raise KeyboardInterrupt
+
+    trainer = InOrder(tiny(), arguments(tmp_path), train_dataset=tasks[0], callbacks=[Continual(Counts()), Stop()])
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer.remove_callback(Stop)
+    Counts.steps = 0
+    trainer.train()
+    assert Counts.steps == 8
+
+
+def test_what_the_trainer_has_no_place_for_and_a_lost_state_are_told(tasks, tmp_path):
+    from everlearn.integrations.huggingface import FILE, Continual
+
+    with pytest.raises(TypeError, match="parameters of its own"):
+        theirs(
+            HAT(
+                groups={"model.bert.encoder.layer.0.intermediate.dense": "model.bert.encoder.layer.0.output.dense"},
+                output="model.classifier",
+            ),
+            tasks[:1],
+            tiny(),
+            tmp_path,
+        )
+    theirs(SI(), tasks[:1], tiny(), tmp_path / "a", save_strategy="steps", save_steps=5)
+    (tmp_path / "a" / "checkpoint-5" / FILE).rename(tmp_path / FILE)
+
+    def resumed(**where):
+        trainer = InOrder(
+            tiny(), arguments(tmp_path / "a"), train_dataset=tasks[0], callbacks=[Continual(SI(), **where)]
+        )
+        return trainer.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-5"))
+
+    with pytest.raises(FileNotFoundError, match=r"Continual\(method, checkpoint=…\)"):
+        resumed()
+    resumed(checkpoint=tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import nn
@@ -11,7 +12,7 @@ from everlearn.data import as_rows
 from everlearn.extras import needs
 from everlearn.likelihood import Likelihood
 from everlearn.method import Method
-from everlearn.stream import as_task
+from everlearn.stream import Task, as_task
 
 Callback: Any = needs("lightning.pytorch", "lightning", "The Lightning callback").Callback
 
@@ -24,7 +25,7 @@ class Continual(Callback):  # type: ignore[misc]
 
     Args:
         method: kept from fit to fit.
-        task: the data or a ``Task``, for methods that look at it before the first step; by default what the trainer loads.
+        task: the data or a ``Task``; by default what the trainer loads.
         model: name of the submodule whose outputs are meant; by default the module itself, whose ``forward`` gives them.
         likelihood: what the outputs mean.
     """
@@ -34,11 +35,25 @@ class Continual(Callback):  # type: ignore[misc]
     ) -> None:
         self.method, self.task, self.model, self.likelihood = method, task, model, likelihood
         self._attached: Attachment | None = None
+        self._loaded = False
 
-    def setup(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
-        """Begin the task before optimizers are made, so that they get what it adds."""
-        if stage == "fit":
-            self.method.begin_task(self._net(pl_module), self.task)
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Begin, or go on, where a checkpoint is restored and optimizers are not made yet, so that they get what the task adds."""
+        if stage != "fit":
+            return
+        configure = pl_module.configure_optimizers
+
+        def begun() -> Any:
+            del pl_module.configure_optimizers
+            (self.method.resume if self._loaded else self.method.begin_task)(self._net(pl_module), self._task(trainer))
+            self._loaded = False
+            pl_module.everlearn = nn.ParameterList(self.method.parameters())  # for self.parameters(), while it is asked
+            try:
+                return configure()
+            finally:
+                del pl_module.everlearn
+
+        pl_module.configure_optimizers = begun
 
     def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
         """Into the optimizer's steps."""
@@ -47,16 +62,15 @@ class Continual(Callback):  # type: ignore[misc]
         self._attached = self.method.attach(self._net(pl_module), trainer.optimizers[0], self.likelihood)
 
     def on_train_batch_start(self, trainer: Any, pl_module: nn.Module, batch: Any, batch_idx: int) -> None:
-        """Labels and all."""
-        x, y, _ = as_rows(batch)
-        if self._attached is not None:
+        """Labels and all, for methods that look at examples."""
+        if self._attached is not None and not self.method.of_parameters:
+            x, y, _ = as_rows(batch)
             self._attached.see(x, y, epoch=trainer.current_epoch)
 
     def on_train_end(self, trainer: Any, pl_module: nn.Module) -> None:
         """Consolidate."""
         self._off()
-        data = trainer.train_dataloader if self.task is None else self.task
-        self.method.end_task(self._net(pl_module), as_task(data, self.likelihood))
+        self.method.end_task(self._net(pl_module), self._task(trainer))
 
     def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
         """Leave the optimizer as it was."""
@@ -69,9 +83,17 @@ class Continual(Callback):  # type: ignore[misc]
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with the method as it was."""
         self.method.load_state_dict(state_dict)
+        self._loaded = True
 
     def _net(self, module: nn.Module) -> nn.Module:
         return module if self.model is None else module.get_submodule(self.model)
+
+    def _task(self, trainer: Any) -> Task:
+        """The task, with the steps that Lightning plans."""
+        steps = trainer.estimated_stepping_batches  # which loads the data
+        task = as_task(trainer.train_dataloader if self.task is None else self.task, self.likelihood)
+        task.steps = int(steps) if task.steps is None and math.isfinite(steps) else task.steps
+        return task
 
     def _off(self) -> None:
         if self._attached is not None:

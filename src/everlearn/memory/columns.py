@@ -146,7 +146,8 @@ class Columns:
         if not grows or leaf.dtype != tensor.dtype or not leaf.is_floating_point():
             raise ValueError(
                 f"{name} has rows of shape {tuple(leaf.shape[1:])} and {leaf.dtype}, at first they were "
-                f"{tuple(tensor.shape[1:])} and {tensor.dtype}: only floating columns in Memory.growing may get longer."
+                f"{tuple(tensor.shape[1:])} and {tensor.dtype}: give all rows one shape (sentences: pad all to one length); only floating columns in "
+                "Memory.growing may get longer."
             )
         if leaf.shape[-1] <= tensor.shape[-1]:
             return tensor

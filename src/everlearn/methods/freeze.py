@@ -61,6 +61,11 @@ class Freeze(Method):
         if self.frozen:
             self._freeze(unwrap(model))
 
+    def resume(self, model: nn.Module, task: Any) -> None:
+        """Freeze it again."""
+        if self.frozen:
+            self._freeze(unwrap(model))
+
     def after_step(self, model: nn.Module) -> None:
         """Put back buffers that moved all the same: a compiled model may not see a hook that came later."""
         for buffer, value in self._held:

@@ -78,9 +78,14 @@ class LwF(Method):
         self.current, self.begun, self._asked = getattr(task, "id", None), True, None
         if self.latest and (self.current is None or self.current != self.latest["ids"][-1]):
             self.teacher = self.latest
-            self._warmup, self.warmed = Warmup(), 0
-            if self.warmup:
-                self._warmup.begin(unwrap(model), task, self.teacher, self.warmup, self.output)
+            self.warmed = 0
+            self.resume(model, task)
+
+    def resume(self, model: nn.Module, task: Any) -> None:
+        """What is left of the warm-up."""
+        self._warmup = Warmup()
+        if self.warmup > self.warmed and self.teacher:
+            self._warmup.begin(unwrap(model), task, self.teacher, self.warmup - self.warmed, self.output)
 
     def penalty(self, model: nn.Module, batch: Batch | None = None, out: Tensor | None = None) -> Tensor | float:
         """How far the answers have moved from the teacher's.
@@ -141,9 +146,9 @@ class LwF(Method):
         self.latest, self._asked, self.begun = remember(model, task, self.learned), None, False
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what another had learned; where a warm-up has begun, it goes on."""
+        """Take over what another had learned."""
         super().load_state_dict(state)
-        self._asked, self._warmup.left = None, max(0, self._warmup.left - self.warmed)
+        self._asked = None
 
 
 class Warmup:

@@ -73,6 +73,11 @@ class SI(QuadraticPenalty):
         """The height of the penalty, for the loss that is shown; its gradient comes in ``before_step``."""
         return self.bowl(model).detach() if self._holds() else 0.0
 
+    @property
+    def of_parameters(self) -> bool:
+        """It is: the gradient of its penalty comes in ``before_step``."""
+        return True
+
     def unpulled(self, model: nn.Module, batch: Batch | None, out: Tensor | None) -> Tensor | float:
         """Nothing: without a gradient, the height is for show."""
         self._hurries = True
