@@ -19,6 +19,7 @@ from everlearn.sources import Data
 from everlearn.trainer import Training
 from everlearn.updating import Reading, class_names, load, process, update
 from everlearn.updating.state import State
+from everlearn.updating.weights import read, round_as
 
 pytest.importorskip("cyclopts")
 from everlearn.cli.app import app, start
@@ -252,7 +253,7 @@ def test_data_learned_before_are_not_learned_again(shop):
 
 def test_no_example_is_kept_where_none_shall_be(shop):
     go(digits(0, 1, shift=1), EWC(), keep=0, old=digits(0, 1, 2, 3))
-    assert not list(Path("state").rglob("exam*"))
+    assert not list(Path("state").rglob("exam*")) and not list(Path("state").rglob("learned*"))
     blind = go(digits(0, 1, shift=2), EWC(), keep=0)
     assert blind.fall is None
     seeing = go(digits(0, 1, shift=3), EWC(), keep=0, old=digits(0, 1, 2, 3))
@@ -284,12 +285,25 @@ def test_a_file_of_all_months_does_not_teach_the_exams(shop):
     done = go(every)
     asked = len(january[1][1])
     assert " examples of the new data are in exams of old skills, and were not learned." in str(done)
+    assert " examples of the new data were learned, now or before, and left out of its exam." in str(done)
+    learned = torch.cat([january[0][0], torch.load("state/update-0002/method.pt")["memory"]["rows"]["x"]]).flatten(1)
+    new = done.exams[-1]
+    assert len(new) and not (learned[:, None] == new.x.flatten(1)[None]).all(2).any(), (
+        "nobody is asked what was learned"
+    )
     facts = json.loads(Path("state/update-0002/facts.json").read_text())
     assert facts["data"]["examples"] + len(done.exams[-1]) < len(every[1]) and len(done.exams[0]) == asked
     rows = torch.load("state/update-0002/method.pt", weights_only=True)["memory"]["rows"]["x"].flatten(1)
     assert not (rows[:, None] == done.exams[0].x.flatten(1)[None]).all(2).any()
     with pytest.raises(ValueError, match="are in exams of old skills: there is nothing to learn"):
         go(Data(january[1], february[1]))
+    quick = Training(iterations=1, batch_size=8)
+    known = go(Data(digits(2, 3, shift=2)[0], january[0]), training=quick)
+    assert "examples of the exam of the new data were learned, now or before: it tells what is known by heart" in str(
+        known
+    )
+    given = go(digits(2, 3, shift=3), old=Data(january[1], digits(2, 3, shift=2)[0]), training=quick)
+    assert "160 examples of the exam of the old data were learned" in str(given), "of all updates, not of the last"
 
 
 # Killed.
@@ -324,7 +338,7 @@ def test_killed_before_every_write(shop, monkeypatch):
         written = killing(patch, at=-1)
         both("whole")
         every = list(written)
-    assert every.count("current.json") == 2 and every.count("facts.json") == 3 and len(every) == 23
+    assert every.count("current.json") == 4 and every.count("facts.json") == 3 and len(every) == 27
     for at in range(len(every)):
         state = f"state-{at}"
         Path("model.safetensors").write_bytes(first)
@@ -332,7 +346,7 @@ def test_killed_before_every_write(shop, monkeypatch):
             written = killing(patch, at)
             with pytest.raises(Killed):
                 both(state)
-        pointed = written.count("current.json")
+        pointed = (written.count("current.json") + 1) // 2  # once before the deployed file is replaced, once after
         assert (current(state) if pointed else 0) == pointed
         known = [first, *(Path(state, f"update-000{n}/model.safetensors").read_bytes() for n in range(1, pointed + 1))]
         assert Path("model.safetensors").read_bytes() in known[-2:], "the one before or the one after, whole"
@@ -368,9 +382,74 @@ def test_killed_for_good_between_pointer_and_weights(shop):
     assert current() == 1 and before != Path("state/update-0001/model.safetensors").read_bytes()
     (Path("state") / "update-0002").mkdir()  # and another one had begun
     done = go(digits(0, 1, shift=1))
-    assert not done.new and "it is put right" in str(done)
+    assert not done.new and "model.safetensors is put right: it is that of update 1 now" in str(done)
     assert Path("model.safetensors").read_bytes() == Path("state/update-0001/model.safetensors").read_bytes()
     assert not (Path("state") / "update-0002").exists()
+
+
+def test_going_back_is_not_undone(shop):
+    for shift in (1, 2):
+        go(digits(0, 1, 2, 3, shift=shift))
+    older = Path("state/update-0001/model.safetensors")
+    Path("model.safetensors").write_bytes(older.read_bytes())  # as the page says
+    before, data = tree(shop), digits(0, 1, 2, 3, shift=3)
+    with pytest.raises(FileNotFoundError, match=r"There is no file or folder nofile\.csv"):
+        go("nofile.csv", accept_weights=True)
+    for dry in (True, False):
+        with pytest.raises(ValueError, match="is not what update 2 wrote, somebody has changed it"):
+            go(data, dry_run=dry)
+    dry = go(data, accept_weights=True, dry_run=True)
+    assert tree(shop) == before
+    done = go(data, accept_weights=True)
+    for said in (dry, done):
+        assert "model.safetensors is not what update 2 wrote; as you said, it is gone on from." in str(said)
+        assert "stopped" not in str(said) and said.number == 3
+        assert [said.before[2]] == everlearn.evaluate(load(make, older), Method(), [done.exams[1].task])
+    assert same_weights("model.safetensors", "state/update-0003/model.safetensors") and go(digits(0)).number == 4
+
+
+def test_only_what_succeeds_finishes_what_was_stopped(shop, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("everlearn.updating.writing.replace_file", lambda weights: (_ for _ in ()).throw(Killed))
+        with pytest.raises(Killed):
+            go(digits(0, 1, shift=1), Method())
+    before, new = tree(shop), Path("state/update-0001/model.safetensors").read_bytes()
+    with pytest.raises(FileNotFoundError):
+        go("nofile.csv", Method())
+    with pytest.raises(FloatingPointError):
+        go(digits(4, 5), Method(), optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e30))
+    assert "was still that of before update 1, which was stopped" in str(go(digits(4, 5), Method(), dry_run=True))
+    asked = go(digits(4, 5), Method(), dry_run=True, accept_weights=True)
+    assert "as you said" in str(asked) and tree(shop) == before, "exit code 1: nothing is replaced"
+    refused = go(digits(4, 5), Method(), tolerance=0.0)
+    assert not refused.accepted and "is put right" in str(refused)
+    assert Path("model.safetensors").read_bytes() == new
+    Path("model.safetensors").write_bytes(before["model.safetensors"])  # from here on it was put back on purpose
+    with pytest.raises(ValueError, match="somebody has changed it"):
+        go(digits(4, 5), Method())
+
+
+def test_what_is_deployed_meanwhile_stays(shop):
+    def somebody(parameters):
+        safetensors.torch.save_file(make().state_dict(), "model.safetensors")
+        return torch.optim.Adam(parameters)
+
+    first, changed = Path("model.safetensors").read_bytes(), "changed by somebody else while this update learned"
+    with pytest.raises(ValueError, match=changed):
+        go(digits(0, 1), optimizer=somebody)
+    hotfix = tree(shop)
+    assert hotfix.keys() == {"model.safetensors"} and hotfix["model.safetensors"] != first
+    go(digits(0, 1))
+    before = tree(shop)
+    with pytest.raises(ValueError, match=changed):
+        go(digits(2, 3), optimizer=somebody)
+    assert tree(shop) == before | hotfix
+    with pytest.raises(ValueError, match=changed):
+        go(
+            digits(2, 3),
+            optimizer=lambda ps: Path("model.safetensors").unlink(True) or torch.optim.Adam(ps),
+            accept_weights=True,
+        )
 
 
 def test_one_at_a_time(shop, monkeypatch):
@@ -402,9 +481,11 @@ def damage(name, content):
         (damage("state/current.json", b"{"), "state/current.json cannot be read"),
         (damage("state/current.json", b"[1]"), "state/current.json cannot be read"),
         (damage("state/current.json", b'{"format": 9}'), "not of this version of Everlearn"),
+        (damage("state/current.json", b'{"format": 1, "version": "2", "facts": ""}'), "of Everlearn, or damaged"),
         (damage("state/update-0002/facts.json", b"{}"), "facts.json is not the file that was written"),
         (damage("state/update-0002/method.pt", b"x"), "method.pt is not the file that was written"),
         (damage("state/update-0002/exam-0001.safetensors", b"x"), "exam-0001.safetensors is not the file"),
+        (damage("state/update-0002/learned-0001.bin", b"x"), "learned-0001.bin is not the file"),
         (lambda: Path("state/update-0002/facts.json").unlink(), "facts.json is missing, so the state is not whole"),
         (lambda: Path("state/update-0002/method.pt").unlink(), "method.pt is missing, so the state is not whole"),
         (lambda: Path("state/current.json").unlink(), "state/current.json is missing"),
@@ -456,6 +537,10 @@ def test_a_state_that_lies_elsewhere_is_asked_for(shop):
             safetensors.torch.save({k: v.clone() for k, v in nets.mlp(64, 4, hidden=(9,)).state_dict().items()}),
             "shapes differ in 1.weight, 1.bias, 3.weight",
         ),
+        (
+            safetensors.torch.save({k: v.char() for k, v in make().state_dict().items()}),
+            "whole numbers stand for fractions, or the reverse, in 1.weight",
+        ),
     ],
 )
 def test_weights_that_are_none(content, message, shop):
@@ -482,6 +567,38 @@ def test_another_method_cannot_take_over(shop):
     with pytest.raises(ValueError, match=r"got EWC \+ ER:"):
         go(digits(2, 3), EWC() + ER())
     assert go(digits(2, 3), EWC(10.0)).accepted, "its fields may change"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "reason"),
+    [
+        (ER(200), ER(300), "of a memory with capacity=200, this one has 300"),
+        (METHODS["generative"](hidden=8), METHODS["generative"](hidden=9), "Error(s) in loading state_dict for VAE"),
+    ],
+)
+def test_fields_that_the_state_is_made_of_stay(first, second, reason, shop):
+    go(digits(0, 1, shift=1), first, training=Training(iterations=1, batch_size=8))
+    before = tree(shop)
+    with pytest.raises(ValueError, match="cannot take it over") as error:
+        go(digits(2, 3), second)
+    assert reason in str(error.value) and "give what its state is made of (capacity, policy" in str(error.value)
+    assert "\n" not in str(error.value) and tree(shop) == before
+
+
+def test_the_kind_of_file_stays(shop):
+    half = {k: v.half() if "weight" in k else v for k, v in safetensors.torch.load_file("model.safetensors").items()}
+    safetensors.torch.save_file(half, "model.safetensors", {"owner": "me", "git": "a9c2"})
+    done = go(digits(4, 5))
+    now = safetensors.torch.load_file("model.safetensors")
+    assert {k: v.dtype for k, v in now.items()} == {k: v.dtype for k, v in half.items()}
+    with safetensors.safe_open("model.safetensors", "pt") as file:
+        assert file.metadata().items() >= {"owner": "me", "git": "a9c2", "everlearn.update": "1"}.items()
+    assert "The new weights are rounded to float16, as model.safetensors has them, and measured so." in str(done)
+    assert everlearn.evaluate(load(make, "model.safetensors"), Method(), [done.exams[0].task]) == [done.after[1]]
+    with torch.no_grad():
+        (large := load(make, "model.safetensors"))[1].weight[0, 0] = 1e6
+    with pytest.raises(ValueError, match=r"1\.weight has become too large for torch\.float16"):
+        round_as(large, read("model.safetensors"))
 
 
 def test_a_link_stays_and_permissions_too(shop):
@@ -534,6 +651,7 @@ def test_tied_weights(shop):
     go(digits(0, 1), make=Tied)
     model = load(Tied, "model.safetensors")
     assert model.a.weight is model.b.weight and go(digits(2, 3), make=Tied).number == 2
+    safetensors.torch.load_model(model, "model.safetensors")  # which takes it once only, as it was stored
 
 
 @pytest.mark.parametrize(

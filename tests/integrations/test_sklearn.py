@@ -204,7 +204,16 @@ X, Y = np.eye(4).repeat(3, 0), np.arange(4).repeat(3)
         ),
         (lambda c: c.partial_fit(X, Y).partial_fit(X, Y, task=0), "task: give it in every call"),
         (lambda c: c.partial_fit(X, Y).predict(X, task=0), "task: got 0, but tasks had no numbers"),
-        (lambda c: c.partial_fit(X, Y, task=1).predict(X, task=2), "task: got 2, but there are 0 to 1"),
+        (lambda c: c.partial_fit(X, Y, task=1).predict(X, task=2), "task: got 2, but the tasks learned are 1:"),
+        (
+            lambda c: c.partial_fit(X, Y, task=1).predict_proba(X, [1, 0] * 6),
+            "task: got 0, but the tasks learned are 1:",
+        ),
+        (lambda c: c.partial_fit(X, Y, task=0).predict(X, task=0.5), "task: got float64 of shape (), allowed: a whole"),
+        (
+            lambda c: c.partial_fit(X, Y, task=0).predict(X, task=[0, 0]),
+            "task: got int64 of shape (2,), allowed: a whole",
+        ),
         (lambda c: c.set_params(epoch=3), "has no parameter 'epoch'; there are: model, method, optimizer, epochs"),
         (lambda c: c.set_params(model=nn.Linear(4, 2)).fit(X, Y), "The model is the output layer itself"),
         (lambda c: c.set_params(model=nn.Linear(5, 2)).fit(X, Y), "The model cannot take the inputs of X"),
@@ -226,6 +235,10 @@ def test_parameters():
     assert ours.set_params(method__strength=5.0, epochs=7) is ours
     assert ours.method.strength == 5.0 and ours.epochs == 7 and method.strength == 3.0
     assert "method__strength" not in classifier(EWC() + ER()).get_params()
+    ours.set_params(method__capacity=7, method=(other := ER(5)))
+    assert ours.method.capacity == 7 and other.capacity == 5, "the method first, then its fields"
+    with pytest.raises(ValueError, match="has no parameter 'method__strength'"):
+        ours.set_params(method__strength=1.0)
 
 
 def test_it_needs_no_scikit_learn():

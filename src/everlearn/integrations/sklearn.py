@@ -52,6 +52,22 @@ class Known:
         """Which outputs each numbered task has; None where tasks have no numbers, and all outputs compete."""
         return allowed_classes("task", [sorted(own) for own in self.tasks], 0) if self.tasks else None
 
+    def numbers(self, task: Any, count: int) -> Tensor:
+        """The task of each of so many examples, if it was learned."""
+        given, known = np.asarray(task), [n for n, own in enumerate(self.tasks) if own]
+        if not known:
+            raise ValueError(f"task: got {task!r}, but tasks had no numbers in partial_fit: leave it out.")
+        if given.dtype.kind not in "iu" or given.shape not in ((), (1,), (count,)):
+            raise ValueError(
+                f"task: got {given.dtype} of shape {given.shape}, allowed: a whole number for all examples, or one for each of the {count}."
+            )
+        if unknown := sorted(set(given.ravel().tolist()) - set(known)):
+            some = ", ".join(map(str, unknown[:5]))
+            raise ValueError(
+                f"task: got {some}, but the tasks learned are {', '.join(map(str, known))}: give one of these."
+            )
+        return torch.from_numpy(given.astype(np.int64)).expand(count)
+
     def enter(self, number: int | None, own: set[int]) -> None:
         """Note that a task, or another part of the last one, is learned."""
         if number is not None:
@@ -192,11 +208,10 @@ class ContinualClassifier:
         """Change arguments, or fields of the method, for what is learned from scratch.
 
         Args:
-            params: by name.
+            params: by name; fields are those of a method that is given with them.
         """
-        known = self.get_params()
-        for name, value in params.items():
-            if name not in known:
+        for name, value in sorted(params.items(), key=lambda param: "__" in param[0]):
+            if name not in (known := self.get_params()):
                 raise ValueError(f"ContinualClassifier has no parameter {name!r}; there are: {', '.join(known)}.")
             own, _, inner = name.partition("__")
             setattr(self, own, replace(getattr(self, own), **{inner: value}) if inner else value)
@@ -239,12 +254,8 @@ class ContinualClassifier:
     @torch.no_grad()
     def _logits(self, X: Any, task: Any) -> Tensor:
         """Of every class, in the order of ``classes_``; minus infinity where a task does not have it."""
-        x, t, table = inputs(X, self._known.shape), None, self._known.allowed
-        if task is not None:
-            t = torch.as_tensor(task).expand(len(x))
-            if table is None or not ((t >= 0) & (t < len(table))).all():
-                there = "tasks had no numbers" if table is None else f"there are 0 to {len(table) - 1}"
-                raise ValueError(f"task: got {task!r}, but {there} in partial_fit.")
+        x, table = inputs(X, self._known.shape), self._known.allowed
+        t = None if task is None else self._known.numbers(task, len(x))
         device, rows = device_of(self.model_), []
         for i in torch.arange(len(x)).split(1024):
             of = None if t is None else t[i].to(device)

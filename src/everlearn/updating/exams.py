@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import safetensors.torch
@@ -16,6 +16,7 @@ from everlearn.stream import Task
 from everlearn.trainer.evaluation import evaluate, outputs_of
 
 GIVEN = -1  # the number of an exam that comes with an update and is not kept
+MARK = 16  # bytes that tell one example from another
 
 
 @dataclass(eq=False)
@@ -66,13 +67,34 @@ def unpacked(number: int, title: str, content: bytes) -> Exam:
 
 def unexamined(pair: tuple[Tensor, Tensor], exams: Iterable[Exam]) -> tuple[Tensor, Tensor]:
     """The examples whose inputs are in no exam: a file of this month may hold those of last month too."""
-    asked = {row for exam in exams for row in _rows(exam.x)}
-    new = torch.tensor([row not in asked for row in _rows(pair[0])], dtype=torch.bool)
+    asked = {mark for exam in exams for mark in marks(exam.x)}
+    new = torch.tensor([mark not in asked for mark in marks(pair[0])], dtype=torch.bool)
     return pair if new.all() else (pair[0][new], pair[1][new])
 
 
-def _rows(x: Tensor) -> list[bytes]:
-    return [hashlib.blake2b(row, digest_size=16).digest() for row in x.contiguous().numpy()]
+def unlearned(exam: Exam, learned: Collection[bytes]) -> Exam:
+    """The exam without the examples whose inputs were learned, told by their marks."""
+    new = torch.tensor([mark not in learned for mark in marks(exam.x)], dtype=torch.bool)
+    return exam if new.all() else Exam(exam.number, exam.title, exam.x[new], exam.y[new])
+
+
+def marks(x: Tensor) -> list[bytes]:
+    """Sixteen bytes for each example, which tell it from all others and not what it is."""
+    return [hashlib.blake2b(row, digest_size=MARK).digest() for row in x.contiguous().numpy()]
+
+
+def packed_marks(some: Iterable[bytes]) -> bytes:
+    """As a file.
+
+    >>> unpacked_marks(packed_marks(marks(torch.eye(3)))) == set(marks(torch.eye(3)))
+    True
+    """
+    return b"".join(sorted(some))
+
+
+def unpacked_marks(content: bytes) -> set[bytes]:
+    """From such a file."""
+    return {content[i : i + MARK] for i in range(0, len(content), MARK)}
 
 
 def measure(model: nn.Module, exams: Iterable[Exam]) -> dict[int, float]:

@@ -6,27 +6,22 @@ import copy
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from everlearn.cost import Clock
-from everlearn.fingerprint import fingerprint
 from everlearn.method import Method, label
-from everlearn.sources.data import Data
-from everlearn.trainer.evaluation import outputs_of
 from everlearn.trainer.training import OptimizerFactory, Training, adam
-from everlearn.updating import reading
-from everlearn.updating.exams import GIVEN, Exam, measure, unexamined
-from everlearn.updating.labels import Classes
+from everlearn.updating.exams import measure
 from everlearn.updating.learning import How, check_method, learn, packed, remember
+from everlearn.updating.material import Material, gather
 from everlearn.updating.outcome import Rules, Update
 from everlearn.updating.reading import Reading
 from everlearn.updating.standing import Standing, standing
 from everlearn.updating.state import State
-from everlearn.updating.weights import Factory
+from everlearn.updating.weights import Factory, build, round_as
 from everlearn.updating.writing import Learned, accept, refuse
 
 
@@ -78,7 +73,8 @@ def update(
         optimizer: a function of the parameters that makes one.
         output: name of the output layer, which grows with new classes; by default the last ``nn.Linear``.
         device: where to train.
-        accept_weights: go on from the weights file although it is not what the last update wrote.
+        accept_weights: go on from the weights file as it is, although the last update did not write it: somebody has changed it, or
+            put an older version back.
         again: learn data that were learned before once more.
         dry_run: learn and measure, but write nothing.
     """
@@ -86,95 +82,24 @@ def update(
     rules, how, folder = Rules(tolerance, each, exam, keep, versions), How(training, optimizer, output), State(state)
     with nullcontext() if dry_run else folder.alone():
         now = standing(
-            folder, make_model, Path(weights), copy.deepcopy(method), classes, output, device, accept_weights
+            folder,
+            Path(weights),
+            lambda found: build(make_model, found, output).to(device),
+            copy.deepcopy(method),
+            classes,
+            accept_weights,
         )
-        if not dry_run:
-            now.mend(folder)
         now.reading = read.over(now.reading)
-        task = Material(now, data, old, rules)
-        if task.learned_as is not None and not again:
-            return Update(task.learned_as, label(method), new=False, notes=[*now.notes, task.known_already])
+        task = gather(now, data, old, rules)
+        if (before := now.prints.get(task.print)) is not None and not again:
+            told = [] if dry_run else now.finish(folder)
+            return Update(before, label(method), new=False, notes=[*now.notes, *told, task.known_already(before)])
         done = _learned(now, task, rules, how)
         if dry_run:
             done.update.notes.append("A dry run: nothing is written.")
         else:
             (accept if done.update.accepted else refuse)(folder, now, done, how)
         return done.update
-
-
-class Material:
-    """What an update learns and is examined on, read and numbered as the model's outputs.
-
-    Args:
-        now: what stands.
-        data: what to learn.
-        old: what is brought along of old skills.
-        rules: how much is held back, how much kept.
-    """
-
-    def __init__(self, now: Standing, data: Any, old: Any, rules: Rules) -> None:
-        self.title, known = _title(data, "the new data"), now.classes
-        raw = self._read(now, data, self.title, rules)
-        self.classes = known.with_those_of(raw, self.title)
-        (x, y), held = self.classes.numbered(raw, self.title)
-        self.pair = (x, y)
-        self.exam = Exam(now.number + 1, self.title, *held).at_most(rules.keep or len(held[1]))
-        self.outputs = outputs_of(now.model, x, self.title)
-        if len(known.names) > self.outputs:
-            raise ValueError(
-                f"classes: {len(known.names)} are named, but the model has {self.outputs} outputs; name these."
-            )
-        self.needed = self.classes.needed(torch.cat([y, held[1]]), self.outputs, self.title)
-        self.print = fingerprint([self.pair, held])
-        self.learned_as = now.prints.get(str(self.print))
-        self.old_pair, self.old_exam = None, None
-        if old is not None:
-            number, name = (0 if now.version is None else GIVEN), _title(old, "the old data")
-            self.old_pair, held = known.numbered(self._read(now, old, name, rules), name)
-            self.old_exam = Exam(number, name, *held).at_most(rules.keep or len(held[1]))
-        self._leave_out(now)
-
-    def _leave_out(self, now: Standing) -> None:
-        """Nobody learns from an exam, be it of before."""
-        old, every = [e for e in (*now.exams, self.old_exam) if e is not None], len(self.pair[1])
-        self.pair = unexamined(self.pair, old)
-        if self.old_pair is not None:
-            self.old_pair = unexamined(self.old_pair, [*old, self.exam])
-        self.left_out = every - len(self.pair[1])
-        if not len(self.pair[1]):
-            raise ValueError(
-                f"All {every} examples of {self.title} are in exams of old skills: there is nothing to learn."
-            )
-
-    @property
-    def known_already(self) -> str:
-        """Why there is nothing to do."""
-        return (
-            f"{self.title} was learned in update {self.learned_as}: there is nothing to do. To learn it once more, say so: again=True "
-            "(--again on the command line)."
-        )
-
-    def news(self, known: Classes) -> list[str]:
-        """What is to be said of the data."""
-        grew = self.needed > self.outputs
-        names = list(self.classes.names[len(known.names) :])
-        if grew and not names:
-            names = list(map(str, range(self.outputs, self.needed)))
-        wide = (
-            f" The output layer grew from {self.outputs} to {self.needed} outputs: load the weights with everlearn.updating.load, or "
-            "make the model as wide."
-        )
-        told = [f"New classes: {', '.join(names)}.{wide if grew else ''}"] if names else []
-        if self.left_out:
-            told.append(f"{self.left_out} examples of {self.title} are in exams of old skills, and were not learned.")
-        return told
-
-    def _read(self, now: Standing, data: Any, title: str, rules: Rules) -> Data:
-        found = reading.read(data, now.reading, rules.exam)
-        reading.check(found, title)
-        if found.features:
-            now.reading = replace(now.reading, x=tuple(found.features))  # the next file may have them in another order
-        return found
 
 
 def _learned(now: Standing, task: Material, rules: Rules, how: How) -> Learned:
@@ -193,6 +118,10 @@ def _learned(now: Standing, task: Material, rules: Rules, how: How) -> Learned:
     trained = learn(now.model, method, task.pair, now.number + 1, grown, how)
     clock.add(trained.seconds)
     notes += task.news(now.classes)
+    if lossy := round_as(now.model, now.weights):
+        notes.append(
+            f"The new weights are rounded to {' and '.join(lossy)}, as {now.path.name} has them, and measured so."
+        )
     with clock("evaluate"):
         after = measure(now.model, exams)
     done = Update(now.number + 1, label(method), exams=exams, before=before, after=after, rules=rules, notes=notes)
@@ -200,7 +129,7 @@ def _learned(now: Standing, task: Material, rules: Rules, how: How) -> Learned:
     done.fall = rules.fall(before, after, done.old)
     done.accepted = done.fall is None or done.fall <= rules.tolerance
     notes += done.doubts()
-    return Learned(done, start, task.classes, task.pair, str(task.print), dict(clock.seconds))
+    return Learned(done, start, task.classes, task.pair, task.print, task.learned - now.marks, dict(clock.seconds))
 
 
 def _blind(method: Method) -> str:
@@ -208,7 +137,3 @@ def _blind(method: Method) -> str:
         f"This is the first update: the skills that the model has are unknown to {label(method)}, which cannot protect them, and nobody "
         "can measure them. Data of these skills, old=… (--old on the command line), change both; without, both begin with the next update."
     )
-
-
-def _title(data: Any, otherwise: str) -> str:
-    return Path(data).name if isinstance(data, (str, os.PathLike)) else otherwise

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import glob
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,13 +18,13 @@ from everlearn import atomic
 from everlearn.method import Method, label, parts
 from everlearn.trainer.training import device_of
 from everlearn.updating import weights as files
-from everlearn.updating.exams import Exam, unpacked
+from everlearn.updating.exams import Exam, unpacked, unpacked_marks
 from everlearn.updating.labels import Classes, given
 from everlearn.updating.learning import unpack
 from everlearn.updating.outcome import Scores
 from everlearn.updating.reading import Reading
 from everlearn.updating.state import State, Version
-from everlearn.updating.weights import CLASSES, UPDATE, Factory, Weights
+from everlearn.updating.weights import CLASSES, UPDATE, Weights
 
 MODEL, METHOD = "model.safetensors", "method.pt"
 ACCEPT = "accept_weights=True (--accept-weights on the command line)"
@@ -33,26 +35,30 @@ class Standing:
     """The model as it stands, with all that is known of it.
 
     Args:
+        path: of the deployed file, as it was given.
+        there: the digest of what lay there.
         weights: the deployed file, as it is or, where it is ``behind``, as it should be.
         model: with these weights.
         method: with what it has learned.
         classes: of the outputs.
         version: the one that counts; None in a first update.
-        behind: whether the file is still that of before the last update, which was stopped when it had only to be replaced.
         exams: kept from earlier updates.
+        marks: of all examples that were learned.
         history: what was measured after each update.
         prints: of the data that were learned, and in which update.
         reading: how data files were read.
         notes: what should be known.
     """
 
+    path: Path
+    there: str
     weights: Weights
     model: nn.Module
     method: Method
     classes: Classes
     version: Version | None = None
-    behind: bool = False
     exams: list[Exam] = field(default_factory=list)
+    marks: set[bytes] = field(default_factory=set)
     history: dict[int, Scores] = field(default_factory=dict)
     prints: dict[str, int] = field(default_factory=dict)
     reading: Reading = field(default_factory=Reading)
@@ -63,16 +69,38 @@ class Standing:
         """Of the version; 0 before the first update."""
         return 0 if self.version is None else self.version.number
 
-    def mend(self, folder: State) -> None:
-        """Finish what an update that was stopped had left to do, and take away what it had begun."""
+    @property
+    def behind(self) -> bool:
+        """Whether the file is still that of before the last update, which was stopped when it had only to be replaced."""
+        return self.there != self.weights.digest
+
+    def check_unchanged(self) -> None:
+        """Refuse to replace what somebody has deployed since the file was read."""
+        if not self.path.exists() or files.digest(self.path.read_bytes()) != self.there:
+            raise ValueError(
+                f"{self.path} was changed by somebody else while this update learned, so it stays as it is now and the update is not "
+                f"used: look at it, and if it is right, update again from it, {ACCEPT}."
+            )
+
+    def clean(self, folder: State) -> None:
+        """Take away what an update that was stopped had begun."""
         folder.clean(self.version)
         for part in self.weights.path.parent.glob(f".{glob.escape(self.weights.path.name)}.????????"):
             part.unlink(missing_ok=True)
+
+    def finish(self, folder: State) -> list[str]:
+        """Do what an update that was stopped had left to do, and tell it."""
+        self.clean(folder)
+        if self.version is None or self.version.replacing is None:
+            return []
+        told = []
         if self.behind:
+            self.check_unchanged()
             replace_file(self.weights)
-            self.notes.append(
-                f"{self.weights.path.name} was still that of before update {self.number}, which was stopped; it is put right."
-            )
+            told = [f"{self.path.name} is put right: it is that of update {self.number} now."]
+        with suppress(OSError):  # the file is right; the next call notes it
+            folder.point_to(self.version)
+        return told
 
 
 def replace_file(weights: Weights) -> None:
@@ -81,22 +109,35 @@ def replace_file(weights: Weights) -> None:
 
 
 def standing(
-    folder: State, make_model: Factory, path: Path, method: Method, classes: Sequence[str] | None, output: str | None,
-    device: str | torch.device | None, accept: bool,
-) -> Standing:  # fmt: skip
-    """Read what is there, and refuse what does not belong together."""
+    folder: State,
+    path: Path,
+    build: Callable[[Weights], nn.Module],
+    method: Method,
+    classes: Sequence[str] | None,
+    accept: bool,
+) -> Standing:
+    """Read what is there, and refuse what does not belong together.
+
+    Args:
+        folder: the state.
+        path: of the deployed file.
+        build: makes the model with such weights.
+        method: which is given what it has learned.
+        classes: names of the outputs, where somebody gave them.
+        accept: go on from the file whatever it is.
+    """
     version = folder.current()
     if version is None:
         found = _undisturbed(files.read(path), folder, accept)
         names = given(classes or json.loads(found.facts.get(CLASSES, "[]")) or None)
-        return Standing(found, files.build(make_model, found, output).to(device), method, names)
-    found, behind, notes = _deployed(path, version, accept)
-    model = files.build(make_model, found, output).to(device)
-    facts = version.facts
+        return Standing(path, found.digest, found, build(found), method, names)
+    found, there, notes = _deployed(path, version, accept)
+    model, facts = build(found), version.facts
     _restore(method, version, device_of(model))
     return Standing(
-        found, model, method, _same(facts["classes"], classes), version, behind,
+        path, there, found, model, method, _same(facts["classes"], classes), version,
         exams=[unpacked(e["number"], e["title"], version.read(exam_file(e["number"]))) for e in facts["exams"]],
+        marks=set().union(*(unpacked_marks(version.read(name)) for name in marks_files(version))),
         history={int(v): {int(n): score for n, score in row.items()} for v, row in facts["history"].items()},
         prints=dict(facts["learned"]), reading=Reading.from_json(facts["reading"]), notes=notes,
     )  # fmt: skip
@@ -105,6 +146,16 @@ def standing(
 def exam_file(number: int) -> str:
     """The name of a kept exam."""
     return f"exam-{number:04d}.safetensors"
+
+
+def marks_file(number: int) -> str:
+    """The name of what tells which examples an update learned."""
+    return f"learned-{number:04d}.bin"
+
+
+def marks_files(version: Version) -> list[str]:
+    """Those of all updates so far that left one."""
+    return [name for name in version.facts["files"] if re.fullmatch(r"learned-\d+\.bin", name)]
 
 
 def _undisturbed(found: Weights, folder: State, accept: bool) -> Weights:
@@ -117,20 +168,22 @@ def _undisturbed(found: Weights, folder: State, accept: bool) -> Weights:
     return found
 
 
-def _deployed(path: Path, version: Version, accept: bool) -> tuple[Weights, bool, list[str]]:
-    """The weights to go on from, whether the file must be put right, and what to say of it."""
+def _deployed(path: Path, version: Version, accept: bool) -> tuple[Weights, str, list[str]]:
+    """The weights to go on from, the digest of what lies there, and what to say of it."""
     if not path.exists():
         raise FileNotFoundError(
             f"There is no file {path}; what update {version.number} wrote lies in {version.folder / MODEL}: copy it there."
         )
-    there = files.digest(path.read_bytes())
+    content = path.read_bytes()
+    there = files.digest(content)
     if there == version.facts["files"][MODEL]:
-        return files.read(path), False, []
-    if there == version.facts["replaced"]:
-        return files.parsed(path.resolve(), version.read(MODEL)), True, []
-    if accept:
+        return files.parsed(path.resolve(), content), there, []
+    if accept:  # before all else: it may be an older version, put back because the last one was bad
         note = f"{path.name} is not what update {version.number} wrote; as you said, it is gone on from."
-        return files.read(path), False, [note]
+        return files.parsed(path.resolve(), content), there, [note]
+    if there == version.replacing:
+        note = f"{path.name} was still that of before update {version.number}, which was stopped: what it wrote is gone on from."
+        return files.parsed(path.resolve(), version.read(MODEL)), there, [note]
     raise ValueError(
         f"{path} is not what update {version.number} wrote, somebody has changed it: put {version.folder / MODEL} in its place, or go on "
         f"from it as it is, {ACCEPT}."
@@ -154,7 +207,15 @@ def _restore(method: Method, version: Version, device: torch.device) -> None:
             f"The state in {version.folder.parent} is of {stored['name']}, got {label(method)}: give the same kind of method, or start anew with "
             f"an empty state folder, {ACCEPT}."
         )
-    unpack(method, version.read(METHOD), device)
+    content = version.read(METHOD)
+    try:
+        unpack(method, content, device)
+    except (ValueError, RuntimeError) as error:
+        reason = str(error).splitlines()[0].rstrip(".:")
+        raise ValueError(
+            f"The state in {version.folder.parent} is of {stored['name']}, and {label(method)} cannot take it over ({reason}): give what "
+            f"its state is made of (capacity, policy, structure, hidden, latent) as it was, or start anew with an empty state folder, {ACCEPT}."
+        ) from None
 
 
 def kinds(method: Method) -> list[str]:

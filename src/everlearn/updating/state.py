@@ -28,11 +28,13 @@ class Version:
         folder: where it lies.
         number: of the update; 0 is the model as it was deployed first.
         facts: what was learned how, and the digest of every other file.
+        replacing: the digest of the deployed file that this version has still to replace; None where it has done so.
     """
 
     folder: Path
     number: int
     facts: dict[str, Any]
+    replacing: str | None = None
 
     def read(self, name: str) -> bytes:
         """One of its files, if it is the one that was written."""
@@ -71,13 +73,13 @@ class State:
         if not (self.folder / POINTER).exists():
             return None
         pointer = _json(self.folder / POINTER, _bytes(self.folder / POINTER))
-        if pointer.get("format") != FORMAT or not {"version", "facts"} <= pointer.keys():
+        if not _is_pointer(pointer):
             raise ValueError(f"{self.folder / POINTER} is not of this version of Everlearn, or damaged: {CURE}.")
         folder = self.place(pointer["version"])
         content = _bytes(folder / FACTS)
         if digest(content) != pointer["facts"]:
             raise ValueError(f"{folder / FACTS} is not the file that was written there: {CURE}.")
-        return Version(folder, pointer["version"], _json(folder / FACTS, content))
+        return Version(folder, pointer["version"], _json(folder / FACTS, content), pointer.get("replacing"))
 
     def place(self, number: int) -> Path:
         """The folder of a version."""
@@ -108,10 +110,17 @@ class State:
         _settle(folder)
         return Version(folder, number, whole)
 
-    def point_to(self, version: Version) -> None:
-        """From here on this version counts."""
-        facts = digest(_bytes(version.folder / FACTS))
-        atomic.write(self.folder / POINTER, as_json({"format": FORMAT, "version": version.number, "facts": facts}))
+    def point_to(self, version: Version, replacing: str | None = None) -> None:
+        """From here on this version counts.
+
+        Args:
+            version: written whole.
+            replacing: the digest of the deployed file that is replaced next. It says what a process that is killed in between
+                has left undone; without it nobody could tell that file from an older one that was put back on purpose.
+        """
+        pointer = {"format": FORMAT, "version": version.number, "facts": digest(_bytes(version.folder / FACTS))}
+        more = {} if replacing is None else {"replacing": replacing}
+        atomic.write(self.folder / POINTER, as_json({**pointer, **more}))
         _settle(self.folder)
 
     def forget(self, keep: int) -> None:
@@ -138,6 +147,12 @@ class State:
                 f"{self.folder} is not a state folder, it holds {', '.join(foreign[:3])}: give the one of the updates before, or "
                 "for a first update a new or empty one."
             )
+
+
+def _is_pointer(content: Mapping[str, Any]) -> bool:
+    number, words = content.get("version"), (content.get("facts"), content.get("replacing", ""))
+    is_number = isinstance(number, int) and not isinstance(number, bool) and number >= 0
+    return content.get("format") == FORMAT and is_number and all(isinstance(word, str) for word in words)
 
 
 def as_json(content: Mapping[str, Any]) -> bytes:

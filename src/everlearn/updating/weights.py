@@ -11,6 +11,7 @@ from pathlib import Path
 
 import safetensors
 import safetensors.torch
+import torch
 from torch import Tensor, nn
 
 from everlearn.heads import grow_output, output_layer
@@ -69,10 +70,36 @@ def parsed(path: Path, content: bytes) -> Weights:
     return Weights(path, content, tensors, header.get("__metadata__", {}))
 
 
-def packed(model: nn.Module, facts: Mapping[str, str]) -> bytes:
-    """The model's weights as the bytes of such a file."""
-    tensors = {name: v.detach().cpu().clone().contiguous() for name, v in model.state_dict().items()}  # tied ones twice
-    return safetensors.torch.save(tensors, {"format": "pt", **facts})
+def packed(model: nn.Module, before: Weights, facts: Mapping[str, str]) -> bytes:
+    """The model's weights as the bytes of such a file, with the names, dtypes and metadata of the one before."""
+    own = model.state_dict()
+    there = {own[name].data_ptr() for name in before.tensors}
+    names = [*before.tensors, *(n for n, v in own.items() if n not in before.tensors and v.data_ptr() not in there)]
+    tensors = {n: own[n].detach().to("cpu", _dtype(before, n, own[n])).clone().contiguous() for n in names}
+    return safetensors.torch.save(tensors, {"format": "pt", **before.facts, **facts})
+
+
+@torch.no_grad()
+def round_as(model: nn.Module, before: Weights) -> list[str]:
+    """Round a model in place to what a file with the dtypes of the one before can hold, so that what is measured is what is deployed.
+
+    Returns:
+        The dtypes that lost something by it.
+    """
+    lossy = set()
+    for name, value in model.state_dict().items():
+        dtype = _dtype(before, name, value)
+        held = value.to(dtype).to(value.dtype)
+        if dtype == value.dtype or torch.equal(held, value):
+            continue
+        if value.isfinite().all() and not held.isfinite().all():
+            raise ValueError(
+                f"{name} has become too large for {dtype}, which {before.path.name} holds: save that file in float32, or train "
+                "with a smaller learning rate."
+            )
+        value.copy_(held)
+        lossy.add(str(dtype).removeprefix("torch."))
+    return sorted(lossy)
 
 
 def build(make_model: Factory, weights: Weights, output: str | None = None) -> nn.Module:
@@ -111,6 +138,11 @@ def class_names(weights: str | os.PathLike[str]) -> list[str]:
     return names
 
 
+def _dtype(before: Weights, name: str, value: Tensor) -> torch.dtype:
+    """Of a tensor in the file; one that the file does not name keeps its own."""
+    return before.tensors[name].dtype if name in before.tensors else value.dtype
+
+
 def _widen(model: nn.Module, tensors: Mapping[str, Tensor], output: str | None) -> None:
     if output is None and not any(isinstance(m, nn.Linear) for m in model.modules()):
         return
@@ -127,5 +159,9 @@ def _differences(own: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> lis
         ("it lacks {}", [n for n, v in own.items() if n not in stored and v.data_ptr() not in there]),
         ("the model has no {}", sorted(n for n in stored if n not in own)),
         ("shapes differ in {}", [n for n, v in own.items() if n in stored and stored[n].shape != v.shape]),
+        (
+            "whole numbers stand for fractions, or the reverse, in {}",
+            [n for n, v in own.items() if n in stored and stored[n].is_floating_point() != v.is_floating_point()],
+        ),
     ]
     return [text.format(", ".join(names[:3]) + ", …" * (len(names) > 3)) for text, names in found if names]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,20 @@ from everlearn.results import Result, provenance
 from everlearn.stream import Stream, Task
 from everlearn.trainer.configuration import configuration
 from everlearn.updating import weights as files
-from everlearn.updating.exams import GIVEN, Exam
+from everlearn.updating.exams import GIVEN, Exam, packed_marks
 from everlearn.updating.labels import Classes
 from everlearn.updating.learning import How, packed
 from everlearn.updating.outcome import History, Update, matrix, with_this
-from everlearn.updating.standing import METHOD, MODEL, Standing, exam_file, kinds, replace_file
+from everlearn.updating.standing import (
+    METHOD,
+    MODEL,
+    Standing,
+    exam_file,
+    kinds,
+    marks_file,
+    marks_files,
+    replace_file,
+)
 from everlearn.updating.state import REFUSED, State
 from everlearn.updating.weights import CLASSES, UPDATE
 
@@ -39,6 +49,7 @@ class Learned:
         classes: of the new model's outputs.
         pair: what was learned.
         print: of the data.
+        marks: of the examples that had not been learned before.
         seconds: by purpose.
     """
 
@@ -47,6 +58,7 @@ class Learned:
     classes: Classes
     pair: tuple[Tensor, Tensor]
     print: str
+    marks: set[bytes]
     seconds: dict[str, float]
 
 
@@ -54,10 +66,11 @@ def accept(folder: State, now: Standing, done: Learned, how: How) -> None:
     """Write the new version, let it count, and only then replace the deployed file."""
     update, made = done.update, provenance()
     history = with_this(now.history, update)
+    now.clean(folder)
     if now.version is None:
         _write_first(folder, now, done, made)
     facts = {UPDATE: str(update.number), CLASSES: json.dumps(done.classes.names)}
-    new = files.packed(now.model, facts)
+    new = files.packed(now.model, now.weights, facts)
     update.place = folder.place(update.number)
     update.notes.append(
         f"{now.weights.path.name} is that of update {update.number} now; {update.place} holds it, what the method knows, and report.html."
@@ -65,29 +78,36 @@ def accept(folder: State, now: Standing, done: Learned, how: How) -> None:
     update.result = _result(now, done, history, how, made)
     version = folder.write(
         update.number,
-        {MODEL: new, METHOD: packed(now.method), **_exams(now, update), **_report(update, now.weights.path.name)},
+        {MODEL: new, METHOD: packed(now.method), **_kept_files(now, done), **_report(update, now.weights.path.name)},
         {
             **_facts(now, done.classes, [e for e in update.exams if _kept(e, update)], history, made),
-            "replaced": now.weights.digest,
             "learned": {**now.prints, done.print: update.number},
             "data": {"title": update.exams[-1].title, "print": done.print, "examples": len(done.pair[1])},
             "accuracy": {"before": update.before, "after": update.after, "fall": update.fall, **asdict(update.rules)},
             "training": update.result.config["training"],
         },
     )
-    folder.point_to(version)
+    try:
+        now.check_unchanged()
+    except ValueError:
+        now.clean(folder)
+        raise
+    folder.point_to(version, replacing=now.there)
     replace_file(files.parsed(now.weights.path, new))
-    folder.forget(update.rules.versions)
+    with suppress(OSError):  # the update stands; what fails from here on the next one does
+        folder.point_to(version)
+        folder.forget(update.rules.versions)
 
 
 def refuse(folder: State, now: Standing, done: Learned, how: How) -> None:
-    """Write the report, and nothing else."""
+    """Write the report, and finish what an earlier update, which was accepted and stopped, had left to do."""
     update = done.update
     update.place = folder.folder / REFUSED
     update.notes.append(f"The report is in {update.place}.")
     update.result = _result(now, done, with_this(now.history, update), how, provenance())
     for name, content in _report(update, now.weights.path.name).items():
         atomic.write(atomic.writable_folder(update.place) / name, content)
+    update.notes += now.finish(folder)  # last: what fails before it replaces nothing
 
 
 def _write_first(folder: State, now: Standing, done: Learned, made: Mapping[str, Any]) -> None:
@@ -98,7 +118,6 @@ def _write_first(folder: State, now: Standing, done: Learned, made: Mapping[str,
         {MODEL: now.weights.content, METHOD: done.start, **{exam_file(0): e.packed() for e in old}},
         {
             **_facts(now, now.classes, old, {0: {e.number: done.update.before[0] for e in old}}, made),
-            "replaced": now.weights.digest,
             "learned": {},
         },
     )
@@ -124,16 +143,16 @@ def _kept(exam: Exam, update: Update) -> bool:
     return exam.number != GIVEN and (update.rules.keep > 0 or not today)
 
 
-def _exams(now: Standing, update: Update) -> Files:
-    """New ones as bytes, kept ones as the files they are."""
-    kept = {e.number for e in now.exams}
-    return {
-        exam_file(e.number): now.version.folder / exam_file(e.number)
-        if now.version and e.number in kept
-        else e.packed()
-        for e in update.exams
-        if _kept(e, update)
-    }
+def _kept_files(now: Standing, done: Learned) -> Files:
+    """Exams, and what tells which examples were learned: new ones as bytes, earlier ones as the files they are."""
+    update, version = done.update, now.version
+    new: Files = {exam_file(e.number): e.packed() for e in update.exams if e not in now.exams and _kept(e, update)}
+    if done.marks and update.rules.keep:  # who keeps no example keeps no trace of one either
+        new[marks_file(update.number)] = packed_marks(done.marks)
+    if version is None:
+        return new
+    earlier = [*(exam_file(e.number) for e in now.exams), *marks_files(version)]
+    return {**new, **{name: version.folder / name for name in earlier}}
 
 
 def _report(update: Update, name: str) -> dict[str, bytes]:
