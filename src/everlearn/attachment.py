@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from everlearn import distributed
 from everlearn.batch import Batch, ask
 from everlearn.likelihood import Categorical, Likelihood
 
@@ -172,10 +173,12 @@ class Attachment:
         with self._unnoticed(bool(seen)):
             if not self._known and seen:
                 self._compare(seen)
-            for one in seen:
-                with _autocast(one, self.model), _hint(one.batch):
-                    extra = self._extra(one)
-                _backward(extra, one.batch.weight / whole)
+            learning = [] if self.method.of_parameters else [*self.model.parameters(), *self.method.parameters()]
+            with _averaged(learning, whole):
+                for one in seen:
+                    with _autocast(one, self.model), _hint(one.batch):
+                        extra = self._extra(one)
+                    _backward(extra, one.batch.weight / whole)
             if not seen:
                 _backward(self.method.unpulled(self.model, None, None))
             self.method.pull(self.model)
@@ -276,6 +279,21 @@ def _check(method: Method, model: nn.Module, optimizer: Optimizer) -> None:
             f"This optimizer does not move {', '.join(left[:3])}{', …' * (len(left) > 3)}: a method goes with one optimizer that has "
             "all that learns; freeze the others, p.requires_grad_(False)."
         )
+
+
+@contextmanager
+def _averaged(parameters: list[nn.Parameter], weight: float) -> Iterator[None]:
+    """The gradients that come inside are averaged over processes; those that were there are so already."""
+    if distributed.world() == 1 or not parameters:
+        yield
+        return
+    before = [p.grad for p in parameters]
+    for p in parameters:
+        p.grad = None
+    yield
+    distributed.average_gradients(parameters, weight, 0.0)
+    for p, g in zip(parameters, before, strict=True):
+        p.grad = g if p.grad is None else p.grad if g is None else g + p.grad
 
 
 def _backward(extra: Tensor | float, share: float = 1.0) -> None:

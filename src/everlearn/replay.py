@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from everlearn import distributed
 from everlearn.batch import Batch, Transform
 from everlearn.fields import Range
 from everlearn.memory import Memory
@@ -40,7 +41,9 @@ class Replay(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.memory = Memory(self.capacity, self.policy)
+        # Each of several processes keeps, and draws from, its share of what all see.
+        share = -(-self.capacity // distributed.world())
+        self.memory = Memory(share, self.policy, seed=distributed.rank())
         self.drawn = 0
         self.tasks = 0
         self._transforms: dict[int, Transform | None] = {}
@@ -115,11 +118,26 @@ def loss_on(model: nn.Module, batch: Batch) -> Tensor:
     return batch.loss(model(batch.x))
 
 
-def gradient_on(model: nn.Module, parameters: list[nn.Parameter], batch: Batch) -> list[Tensor]:
+def gradient_on(model: nn.Module, parameters: list[nn.Parameter], batch: Batch | None) -> list[Tensor] | None:
     """The gradient of a replayed batch's loss, at least in float32, zero for parameters it does not depend on.
 
-    Running statistics are put back: they belong to the current task's batches.
+    Of several processes each has a batch, or none: it is that of all their examples, and None where nobody has any. Running
+    statistics are put back: they belong to the current task's batches.
     """
+    whole = distributed.total(0 if batch is None else len(batch))
+    if not whole:
+        return None
+    if batch is None:
+        found = [torch.zeros_like(p, dtype=wide(p)) for p in parameters]
+    else:
+        found = _gradient(model, parameters, batch)
+        if distributed.world() > 1:
+            found = [g * (len(batch) / whole) for g in found]
+    distributed.add_up(found)
+    return found
+
+
+def _gradient(model: nn.Module, parameters: list[nn.Parameter], batch: Batch) -> list[Tensor]:
     statistics = [(b, b.clone()) for b in model.buffers()]
     with torch.enable_grad():
         found = torch.autograd.grad(loss_on(model, batch), parameters, allow_unused=True)

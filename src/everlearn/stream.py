@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from everlearn import distributed
 from everlearn.batch import Batch, Transform
 from everlearn.data import Arrays, Batches, Rows, Source, as_source, join
 from everlearn.likelihood import Categorical, Likelihood
@@ -117,10 +118,13 @@ class Task:
                 again = f" in epoch {epoch}; a generator can be read once only: give a list or a DataLoader."
                 raise ValueError(f"{self} has no examples to train on" + (again if epoch else "."))
 
-    def examples(self, size: int, split: Split = "train", most: int | None = None) -> Iterator[Batch]:
+    def examples(
+        self, size: int, split: Split = "train", most: int | None = None, shared: bool = False
+    ) -> Iterator[Batch]:
         """Every example once, in order, under the evaluation transform: for tests and importance passes.
 
-        With ``most``, so many of them drawn at random; of ready-made batches the first.
+        With ``most``, so many of them drawn at random; of ready-made batches the first. If ``shared``, each of several processes has
+        its share of them.
         """
         source: Source | None = getattr(self, split)
         if source is None:
@@ -128,8 +132,19 @@ class Task:
         order = None
         if most is not None and not isinstance(source, Batches):
             order = torch.randperm(len(source), generator=generator(0, "examples", split))[:most]
+        batches: Iterator[Rows] = iter(())
+        if not shared or distributed.world() == 1:
+            batches = source.batches(size, order, derive(0, split))
+        elif isinstance(source, Batches):
+            batches = islice(
+                source.batches(size, order, derive(0, split)), distributed.rank(), None, distributed.world()
+            )
+        else:
+            every = torch.arange(len(source)) if order is None else order
+            batches = source.batches(size, every[distributed.rank() :: distributed.world()], derive(0, split))
+            most = None
         seen = 0
-        for rows in source.batches(size, order, derive(0, split)):
+        for rows in batches:
             batch = self._batch(rows, self.eval_transform)
             if most is not None:
                 batch = batch[: most - seen]
@@ -149,20 +164,29 @@ class Task:
     def steps_per_epoch(self, size: int) -> int | None:
         """Batches in one pass over the training data, None where nobody knows."""
         try:
+            processes = distributed.world()
             if isinstance(self.train, Batches):
-                return len(self.train.iterable)  # type: ignore[arg-type]
-            return -(-len(self.train) // size)
+                return len(self.train.iterable) // processes  # type: ignore[arg-type]
+            whole, rest = divmod(len(self.train), size * processes)
+            return whole + (rest >= processes)
         except TypeError:
             return None
 
     def _epoch(self, size: int, epoch: int, seed: int) -> Iterator[Batch]:
         place = (-1 if self.id is None else self.id, self.part, epoch)
         order = None
-        if not isinstance(self.train, Batches) and len(self.train) > size:  # within a batch the order is no matter
-            order = torch.randperm(len(self.train), generator=generator(seed, "batches", *place))
+        several = distributed.world() > 1
+        if not isinstance(self.train, Batches) and (several or len(self.train) > size):
+            order = torch.randperm(
+                len(self.train), generator=generator(seed, "batches", *place)
+            )  # in one batch no matter
+            order = distributed.own_share(order, size) if several else order
         plain = self.transform is None and isinstance(self.train, Arrays)
         augmentation = 0 if plain else derive(seed, "augmentation", *place)
-        for i, rows in enumerate(self.train.batches(size, order, augmentation)):
+        batches = self.train.batches(size, order, augmentation)
+        if several and isinstance(self.train, Batches):
+            batches = _every_so_many(batches)
+        for i, rows in enumerate(batches):
             if self.transform is None:
                 yield self._batch(rows, None, epoch)
             else:
@@ -275,6 +299,12 @@ class Stream:
         return "\n".join(lines + ["  …"] * (len(self) > 20))
 
     __repr__ = __str__
+
+
+def _every_so_many(batches: Iterator[Rows]) -> Iterator[Rows]:
+    """Of ready-made batches those of this process; the last ones only if there is one for every process."""
+    while len(turn := list(islice(batches, distributed.world()))) == distributed.world():
+        yield turn[distributed.rank()]
 
 
 def _summary(task: Task) -> str:

@@ -20,5 +20,6 @@ def main() -> None:
         )
         raise SystemExit(1) from None
     from everlearn.cli.app import start
+    from everlearn.cli.together import together
 
-    raise SystemExit(start(sys.argv[1:]))
+    raise SystemExit(together(lambda: start(sys.argv[1:])))

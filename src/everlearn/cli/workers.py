@@ -10,7 +10,9 @@ from concurrent.futures.process import BrokenProcessPool
 
 import torch
 
+from everlearn.cli.names import UsageError
 from everlearn.cli.plan import Cell
+from everlearn.distributed import world
 from everlearn.results import Result
 
 FAILURES = (
@@ -34,6 +36,10 @@ def outcomes(
         threads: that torch may use, each.
         force: do also what is done already.
     """
+    if workers > 1 and world() > 1:
+        raise UsageError(
+            "--workers makes processes of its own: leave it out under torchrun, whose processes share every run."
+        )
     if workers <= 1 or len(todo) <= 1:
         if threads is not None:
             torch.set_num_threads(threads)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from everlearn import distributed
 from everlearn.batch import Batch
 from everlearn.curvature.diagonal import Diagonal
 from everlearn.curvature.full import Full
@@ -105,11 +106,13 @@ class FisherEstimator:
         random, seen = generator(seed, "fisher"), 0
         device = next(iter(engine.parameters.values())).device
         with untouched(engine.model):
-            for batch in task.examples(self.chunk or engine.chunk(task), most=examples):
+            for batch in task.examples(self.chunk or engine.chunk(task), most=examples, shared=True):
                 if len(batch):
                     here = batch if device.type == "cpu" else batch.to(device)
                     engine.update(here.x, partial(self._columns, here, random), statistic)
                     seen += len(batch)
+        statistic.add_up()
+        seen = int(distributed.total(seen))
         if not seen:
             raise ValueError(f"{task} has no examples to take the Fisher information on.")
         return finish(statistic, seen, self.samples)

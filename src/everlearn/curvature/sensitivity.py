@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from everlearn import distributed
 from everlearn.batch import Batch
 from everlearn.curvature.diagonal import Diagonal
 from everlearn.curvature.persample.engine import PerExample, untouched
@@ -50,13 +51,15 @@ def sensitivity(model: nn.Module, data: Any, norm: Norm = "squared", chunk: int 
     unseen: set[str] = set()
     device = next(iter(engine.parameters.values())).device
     with untouched(engine.model):
-        for batch in task.examples(chunk or engine.chunk(task)):
+        for batch in task.examples(chunk or engine.chunk(task), shared=True):
             here = batch if device.type == "cpu" else batch.to(device)
             if norm == "local":
                 unseen = engine.update_locally(here.x, partial(_allowed, here), magnitudes)
             else:
                 engine.update(here.x, partial(_squared if norm == "squared" else _vector, here), magnitudes)
             examples += len(batch)
+    magnitudes.add_up()
+    examples = int(distributed.total(examples))
     if not examples:
         raise ValueError(f"{task} has no examples to take the sensitivity on.")
     if unseen:

@@ -43,10 +43,11 @@ class AGEM(Replay):
     def before_step(self, model: nn.Module) -> None:
         """Take away from the gradient what would undo the old tasks."""
         self._edited = True
-        if self._now is None or (drawn := self.draw(self._now, self.earlier(self._now))) is None:
-            return
+        drawn = None if self._now is None else self.draw(self._now, self.earlier(self._now))
         parameters = [p for p in model.parameters() if p.grad is not None]
-        reference = gradient_on(model, parameters, drawn[0])
+        reference = gradient_on(model, parameters, None if drawn is None else drawn[0])
+        if reference is None:
+            return
         projected = project([p.grad.to(wide(p)) for p in parameters if p.grad is not None], reference)
         for p, g in zip(parameters, projected, strict=True):
             p.grad = g.to(p.dtype)

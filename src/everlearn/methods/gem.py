@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor, nn
 
+from everlearn import distributed
+from everlearn.batch import Batch
 from everlearn.fields import NonNegative, Search
 from everlearn.params import wide
 from everlearn.replay import Replay, gradient_on
@@ -48,21 +50,30 @@ class GEM(Replay):
     def before_step(self, model: nn.Module) -> None:
         """Turn the gradient so that it lowers, or leaves, every old task's loss."""
         self._edited = True
-        if self._now is None or not len(self.memory):
-            return
         parameters = [p for p in model.parameters() if p.grad is not None]
         rows = []
-        for k in self.memory["t"][self.earlier(self._now)].unique().tolist():
-            own = self.memory["t"] == k
-            some = self.memory.rows(own) if self.size is None else self.memory.sample(self.size, own)
-            batch, _ = self.seen_now(self._now, some)
-            rows.append(torch.cat([g.flatten() for g in gradient_on(model, parameters, batch)]))
+        for k in sorted({k for known in distributed.every(self._earlier_tasks()) for k in known}):
+            reference = gradient_on(model, parameters, self._drawn_of(k))
+            if reference is not None:
+                rows.append(torch.cat([g.flatten() for g in reference]))
         if not rows:
             return
         g = torch.cat([p.grad.to(wide(p)).flatten() for p in parameters if p.grad is not None])
         turned = nearest(g, torch.stack(rows), self.margin, self.ridge)
         for p, part in zip(parameters, turned.split([p.numel() for p in parameters]), strict=True):
             p.grad = part.view_as(p).to(p.dtype)
+
+    def _earlier_tasks(self) -> list[int]:
+        if self._now is None or not len(self.memory):
+            return []
+        numbers: list[int] = self.memory["t"][self.earlier(self._now)].unique().tolist()
+        return numbers
+
+    def _drawn_of(self, k: int) -> Batch | None:
+        """Examples of an earlier task, if there are any."""
+        own = self.memory["t"] == k
+        some = self.memory.rows(own) if self.size is None else self.memory.sample(self.size, own)
+        return self.seen_now(self._now, some)[0] if some and self._now is not None else None
 
 
 def nearest(g: Tensor, rows: Tensor, margin: float = 0.0, ridge: float = 0.0) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from everlearn import distributed
 from everlearn.batch import Batch
 from everlearn.fields import Range
 from everlearn.likelihood import Categorical
@@ -160,7 +161,8 @@ class GenerativeReplay(Method):
     def _noise(self, rows: int, like: Tensor) -> Tensor:
         """From a sequence of its own, which does not shift the model's random numbers."""
         self.draws += 1
-        return torch.randn(rows, self.latent, generator=generator(0, "generative", self.draws)).to(like)
+        source = generator(distributed.rank(), "generative", self.draws)
+        return torch.randn(rows, self.latent, generator=source).to(like)
 
     def _before(self, model: nn.Module) -> VAE:
         if self._past is None:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from everlearn import distributed
 from everlearn.batch import Batch
 from everlearn.data import Batches
 from everlearn.fields import NonNegative, Range, Search
@@ -140,7 +141,7 @@ class HAT(Isolation):
         self._locks.restore(model)
         self.batch += 1
         if self.batches is None and self._rows is not None:
-            self.batches = -(-self._rows // max(1, self._examples))
+            self.batches = -(-self._rows // max(1, int(distributed.total(self._examples))))
         if self.batches is not None and self.batch >= self.batches and self.anneal == "epoch":
             self.batch = 0
 

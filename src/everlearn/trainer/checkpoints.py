@@ -17,6 +17,8 @@ from typing import Annotated, Any, get_type_hints
 import torch
 
 from everlearn import atomic
+from everlearn.distributed import agreed, world
+from everlearn.distributed import every as every_process
 from everlearn.fields import Range, check_field
 
 MARK = b"Everlearn checkpoint 1\n"
@@ -66,8 +68,11 @@ class Checkpoints:
         steps, minutes = self.every.steps, self.every.minutes
         if self._useless:
             return False
-        late = minutes is not None and time.monotonic() - self._time >= 60 * minutes
-        return late or (steps is not None and self._steps >= steps)
+        if steps is not None and self._steps >= steps:
+            return True
+        if minutes is None or (world() > 1 and self._steps % 20):  # several processes must ask for one clock
+            return False
+        return bool(agreed(time.monotonic() - self._time >= 60 * minutes))
 
     def within(self, task: int) -> bool:
         """Whether one within this task would be of use: not if its beginning was not written."""
@@ -95,12 +100,11 @@ class Checkpoints:
 
     def newest(self) -> tuple[State | None, State | None] | None:
         """The newest that can be read: the run as the task found it (None for the first), and within the task, if it was there."""
-        for task, step in sorted(self._places(), reverse=True):
-            start = None if task == 0 else self._read(task, 0)
-            if task and start is None:
-                continue
+        for task, step in sorted(set.intersection(*every_process(set(self._places()))), reverse=True):
+            start = self._read(task, 0) if task else None
             within = self._read(task, step) if step else None
-            if within is not None or step == 0:
+            fine = (start is not None or not task) and (within is not None or not step)
+            if all(every_process(fine)):
                 self._started = task
                 return start, within
         return None
@@ -108,6 +112,8 @@ class Checkpoints:
     def clear(self) -> None:
         """The run is done."""
         shutil.rmtree(self.folder, ignore_errors=True)
+        if world() > 1 and self.folder.parent.is_dir() and not any(self.folder.parent.iterdir()):
+            shutil.rmtree(self.folder.parent, ignore_errors=True)
 
     def _read(self, task: int, step: int) -> State | None:
         path = self._path(task, step)

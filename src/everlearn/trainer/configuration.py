@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from everlearn.distributed import world
 from everlearn.fingerprint import fingerprint
 from everlearn.method import Method, label
 from everlearn.results import version
@@ -70,6 +71,7 @@ def configuration(
         "model": repr(model),
         "training": {
             **settings,
+            **({"processes": world()} if world() > 1 else {}),
             "keep_optimizer": keep_optimizer,
             "split": split,
             "optimizer": type(made).__name__,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from everlearn import distributed
 from everlearn.batch import Batch
 from everlearn.checks import check_first_batch, check_outputs, explain_error
 from everlearn.data import Arrays, as_source
@@ -69,7 +70,7 @@ def _score(
     model: nn.Module, method: Method, task: Task, allowed: Tensor | None, split: Split, batch_size: int
 ) -> float:
     total, count, device = 0.0, 0, device_of(model)
-    for batch in task.examples(batch_size, split):
+    for batch in task.examples(batch_size, split, shared=True):
         here = Batch(batch.x, batch.y, batch.t, allowed, batch.likelihood).to(device)
         if not count:
             check_first_batch(task, here, list(model.parameters()))
@@ -80,6 +81,7 @@ def _score(
         check_outputs(task, here, out)
         total += here.score(out).sum().item()
         count += len(here)
+    total, count = distributed.total(total), int(distributed.total(count))
     if not count:
         raise ValueError(
             f"{task} has no {split} examples, or a generator that was read already: give a list or a loader."

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from tqdm.auto import tqdm
 
+from everlearn import distributed
 from everlearn.batch import Batch
 from everlearn.checks import check_first_batch, check_task, explain_error, explain_loss
 from everlearn.cost import Clock
@@ -134,6 +135,7 @@ class Lesson:
         if resumed is not None:
             self._go_on(resumed)
         self._device = self._learning[0].device
+        distributed.same([*model.parameters(), *model.buffers(), *method.parameters()])
         self._stepped = [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def _go_on(self, resumed: dict[str, Any]) -> None:
@@ -152,6 +154,7 @@ class Lesson:
             while True:
                 with self.clock("train"):
                     if (batch := next(batches, None)) is None:
+                        self._settle()
                         return
                     self._take(batch)
                 if bar is not None:
@@ -159,6 +162,13 @@ class Lesson:
                     if self.step % 20 == 0:
                         bar.set_postfix(epoch=batch.epoch + 1, loss=f"{self.loss:.3f}", refresh=False)
                 yield self.loss
+
+    def _settle(self) -> None:
+        """Running statistics are of what each process has seen: their mean stands for all."""
+        moving = [b for b in self.model.buffers() if b.is_floating_point()] if distributed.world() > 1 else []
+        distributed.add_up(moving)
+        for buffer in moving:
+            buffer.div_(distributed.world())
 
     def _take(self, batch: Batch) -> None:
         model, method, first = self.model, self.method, self.step == 0
@@ -171,6 +181,8 @@ class Lesson:
             self.loss = self._gradient(batch)
         except (RuntimeError, ValueError) as error:
             raise explain_error(error, self.task, batch, first=first) from error
+        weight = method.counted if self.training.accumulate == 1 else batch.weight
+        self.loss = distributed.average_gradients(self._learning, weight, self.loss)
         if not math.isfinite(self.loss):
             raise FloatingPointError(explain_loss(self.loss, self.task, self.step + 1, batch, model))
         method.pull(model)

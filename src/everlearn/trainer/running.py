@@ -15,6 +15,7 @@ from tqdm.auto import tqdm
 
 from everlearn import atomic
 from everlearn.checks import check_run
+from everlearn.distributed import agreed, rank, world
 from everlearn.method import Method, label
 from everlearn.results import Result, amount, file_name, provenance
 from everlearn.seeds import derive, seeded
@@ -51,7 +52,8 @@ def run(
 ) -> Result:
     """Learn a whole stream and test on all tasks after each.
 
-    One seed gives one result, bit for bit; your random state, your method and your model stay as they were.
+    One seed gives one result, bit for bit; your random state, your method and your model stay as they were. Called by every process of
+    ``torch.distributed``, they learn together, each a share of every batch; the first of them writes.
 
     Args:
         make_model: a function of (inputs, outputs), the shape of one input and the number of outputs, such as
@@ -84,16 +86,20 @@ def run(
     """
     check_run(method, stream, optimizer, seed, split)
     folder, seed = None if out is None else atomic.writable_folder(out), operator.index(seed)
+    progress = progress if rank() == 0 else False
     training = Training(epochs, iterations, batch_size, seed, scheduler, clip, accumulate, precision, progress)
     with seeded(derive(seed, "model"), None if device is None else torch.device(device)):
         model, method = build(make_model, stream).to(device), copy.deepcopy(method)
         config = configuration(stream, method, model, training, optimizer, keep_optimizer, split)
-        if folder is not None and not force and (done := _whole(folder / file_name(config))) is not None:
-            return done
+        if folder is not None and not force:
+            done = _whole(path := folder / file_name(config))
+            if agreed(done is not None):
+                return done or Result.load(path)
         saver = _checkpoints(folder, config, stream, checkpoint)
         if saver is not None and force:
             saver.clear()
-        made, journal, result = provenance(), Journal(trackers), None
+        first = rank() == 0
+        made, journal, result = provenance(), Journal(trackers if first else ()), None
         journal.start(config)
         try:
             course = Course(model, method, stream, training, optimizer, keep_optimizer, split, journal, saver)
@@ -114,7 +120,7 @@ def run(
             result = course.result(config, made)
         finally:
             journal.finish(result)
-    if folder is not None:
+    if folder is not None and first:
         result.save(folder)
     if saver is not None:
         saver.clear()
@@ -132,7 +138,8 @@ def _checkpoints(
     alike = all(t.transform is stream[0].transform and t.eval_transform is stream[0].eval_transform for t in stream)
     if folder is None or every is None or not alike or None in config["fingerprints"].values():
         return None
-    return Checkpoints(folder / f"{Path(file_name(config)).stem}.checkpoints", every)
+    own = folder / f"{Path(file_name(config)).stem}.checkpoints"
+    return Checkpoints(own if world() == 1 else own / f"process {rank()} of {world()}", every)
 
 
 def _whole(path: Path) -> Result | None:

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from everlearn import distributed
 from everlearn.curvature.persample.operations import Operation, Pieces
 from everlearn.params import Params, wide
 
@@ -38,6 +39,9 @@ class Statistic(Protocol):
 
     def end_chunk(self) -> None:
         """All backward passes of the chunk are over."""
+
+    def add_up(self) -> None:
+        """All chunks are over: the sums become those of all processes."""
 
 
 class Elementwise:
@@ -91,6 +95,10 @@ class Elementwise:
             target.addmm_(d.t(), self._f(x.to(d.dtype)))
         self._waiting.clear()
 
+    def add_up(self) -> None:
+        """Of all processes."""
+        distributed.add_up(self.sums.values())
+
 
 class InFull:
     """All products of two gradients, for models small enough: the gradients as rows while these are fewer than the
@@ -133,6 +141,16 @@ class InFull:
 
     def end_chunk(self) -> None:
         """Nothing waits for it."""
+
+    def add_up(self) -> None:
+        """Of all processes, as products, which can be added."""
+        if distributed.world() == 1:
+            return
+        size = sum(math.prod(shape) for shape in self.shapes.values())
+        if self.matrix is None:
+            rows = torch.zeros(0, size) if self.rows is None else self.rows
+            self.rows, self.matrix = None, rows.t() @ rows
+        distributed.add_up([self.matrix])
 
 
 class KroneckerFactors:
@@ -202,6 +220,11 @@ class KroneckerFactors:
         """The next chunk has other inputs."""
         self._seen.clear()
         self.rest.end_chunk()
+
+    def add_up(self) -> None:
+        """Of all processes."""
+        distributed.add_up([*self.inputs.values(), *self.outputs.values()])
+        self.rest.add_up()
 
 
 def blocks(uses: list[Use], like: Tensor | None = None) -> Iterator[Tensor]:

@@ -1,0 +1,24 @@
+"""A command that several processes run as one, as torchrun starts them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+
+def together(command: Callable[[], int]) -> int:
+    """Run a command; under torchrun together with the other processes, of which the first one speaks."""
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        return command()
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    if dist.get_rank():
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - for as long as the process lives
+    code = command()
+    if code == 0:
+        dist.barrier()  # who leaves early would take the others' connections along; after a failure nobody waits
+    dist.destroy_process_group()
+    return code

@@ -1,0 +1,106 @@
+"""Several processes that learn as one: what is added up, averaged, shared out or agreed on, wherever torch.distributed is in use.
+
+Every process has the whole model and its share of every batch. Gradients are averaged after ``backward()``, before a method edits them,
+and of whatever parameters there are at that moment: a head that a task has added cannot be left out, as it silently is
+by a wrapper that was made before it. With one process all of this does nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def world() -> int:
+    """How many processes there are."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """Which of them this is, counted from 0."""
+    return dist.get_rank() if world() > 1 else 0
+
+
+@torch.no_grad()
+def add_up(tensors: Iterable[Tensor]) -> None:
+    """Each tensor becomes the sum over all processes, in place."""
+    if world() == 1:
+        return
+    for kind in _by_kind(tensors):
+        flat = torch.cat([t.flatten() for t in kind])
+        dist.all_reduce(flat)
+        for t, value in zip(kind, flat.split([t.numel() for t in kind]), strict=True):
+            t.copy_(value.view_as(t))
+
+
+def total(number: float) -> float:
+    """The sum over all processes."""
+    if world() == 1:
+        return number
+    add_up([together := torch.tensor([number], dtype=torch.float64)])
+    return float(together)
+
+
+@torch.no_grad()
+def same(tensors: Iterable[Tensor]) -> None:
+    """Each tensor becomes what the first process has, in place."""
+    for kind in _by_kind(tensors) if world() > 1 else ():
+        flat = torch.cat([t.flatten() for t in kind])
+        dist.broadcast(flat, 0)
+        for t, value in zip(kind, flat.split([t.numel() for t in kind]), strict=True):
+            t.copy_(value.view_as(t))
+
+
+def agreed(thing: Any) -> Any:
+    """What the first process says, to all."""
+    if world() == 1:
+        return thing
+    dist.broadcast_object_list(box := [thing], 0)
+    return box[0]
+
+
+def every(thing: Any) -> list[Any]:
+    """What each process says, to all."""
+    if world() == 1:
+        return [thing]
+    dist.all_gather_object(box := [None] * world(), thing)
+    return box
+
+
+@torch.no_grad()
+def average_gradients(parameters: Sequence[Tensor], weight: float, loss: float) -> float:
+    """``p.grad`` becomes the mean over all processes, each with its weight; the mean loss is returned.
+
+    A parameter that no process has a gradient of stays without one, as optimizers know it.
+    """
+    if world() == 1:
+        return loss
+    has = [p.grad is not None for p in parameters]
+    facts = torch.tensor([weight, weight * loss, *has], dtype=torch.float64)
+    dist.all_reduce(facts)
+    whole = float(facts[0]) or 1.0
+    moved = [p for p, count in zip(parameters, facts[2:].tolist(), strict=True) if count]
+    for p in moved:
+        p.grad = torch.zeros_like(p) if p.grad is None else p.grad.mul_(weight / whole)
+    add_up(p.grad for p in moved if p.grad is not None)
+    return float(facts[1]) / whole
+
+
+def own_share(order: Tensor, size: int) -> Tensor:
+    """Of examples in this order, those of this process: its share of each batch of ``size`` examples per process.
+
+    Of a last batch with fewer examples than processes nobody has any.
+    """
+    parts = [some.tensor_split(world())[rank()] for some in order.split(size * world()) if len(some) >= world()]
+    return torch.cat(parts) if parts else order[:0]
+
+
+def _by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    kinds: dict[Any, list[Tensor]] = {}
+    for t in tensors:
+        kinds.setdefault((t.dtype, t.device), []).append(t)
+    return list(kinds.values())

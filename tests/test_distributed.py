@@ -1,0 +1,223 @@
+"""Two processes with half of every batch each learn what one process learns with the whole."""
+
+import os
+import signal
+import subprocess
+import sys
+import traceback
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import everlearn
+from everlearn import AGEM, DER, ER, EWC, GEM, HAT, MAS, SI, LwF, Method, PackNet, curvature, nets, streams
+from everlearn.trainer import Every
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork") or not dist.is_gloo_available(), reason="needs fork and gloo")
+METHODS = {
+    "finetune": Method,
+    "ewc": lambda: EWC(50.0),
+    "online, Kronecker": lambda: EWC(50.0, mode="online", structure="kronecker"),
+    "mas": lambda: MAS(0.5),
+    "si": lambda: SI(1.0),
+    "lwf": LwF,
+    # All that was seen is kept and seen again, so that a draw is no matter of luck.
+    "er": lambda: ER(400, 400),
+    "der": lambda: DER(400, 400),
+    "agem": lambda: AGEM(400, 400),
+    "gem": lambda: GEM(400),
+    "packnet": PackNet,
+    "hat": HAT,
+}
+
+
+@pytest.fixture
+def two(tmp_path):
+    """Call a function in two processes of one group; what each returns."""
+
+    def call(function):
+        children = []
+        for rank in range(2):
+            if not (pid := os.fork()):
+                code = 1
+                try:
+                    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=rank, world_size=2)
+                    torch.save(function(), tmp_path / f"{rank}.pt")
+                    dist.barrier()
+                    code = 0
+                except BaseException:  # noqa: BLE001 - told, and the other process is not waited for
+                    traceback.print_exc()
+                finally:
+                    os._exit(code)  # the parent's test session must not go on here
+            children.append(pid)
+        assert [os.waitpid(pid, 0)[1] for pid in children] == [0, 0]
+        (tmp_path / "meet").unlink(missing_ok=True)
+        return [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2)]
+
+    return call
+
+
+@pytest.fixture
+def data(double):
+    (x, y), _ = streams.digits_data()
+    x, some = x.double(), torch.cat([(y < 5).nonzero()[:160], (y > 4).nonzero()[:160]]).flatten()
+    return (x[some], y[some]), (x[-101:], y[-101:])
+
+
+def learn(make, data, size, net=None, scenario="task", **settings):
+    """The weights, and the accuracies."""
+    made = []
+
+    def model(inputs, outputs):
+        made.append((net or (lambda i, o: nets.mlp(i, o, hidden=(20,))))(inputs, outputs))
+        return made[-1]
+
+    stream = streams.split(*data, tasks=2, scenario=scenario, class_order=range(10))
+    settings = {"epochs": 2, "progress": False, **settings}
+    result = everlearn.run(model, make(), stream, batch_size=size, **settings)
+    return {n: v.clone() for n, v in made[-1].state_dict().items()}, result.accuracy, result.initial
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_two_processes_learn_what_one_does_with_the_doubled_batch(name, two, data):
+    weights, accuracy, initial = learn(METHODS[name], data, 32)
+    for other, again, first in two(lambda: learn(METHODS[name], data, 16)):
+        for n in weights:
+            torch.testing.assert_close(other[n], weights[n], rtol=1e-6, atol=1e-6)
+        assert np.allclose(again, accuracy)
+        assert np.allclose(first, initial)
+
+
+@pytest.mark.parametrize("name", ["finetune", "ewc", "er", "agem"])
+def test_the_last_batch_may_be_smaller(name, two, data):
+    (x, y), test = data
+    uneven = (x[:-25], y[:-25]), test
+    weights, *_ = learn(METHODS[name], uneven, 32)
+    for other, *_ in two(lambda: learn(METHODS[name], uneven, 16)):
+        for n in weights:
+            torch.testing.assert_close(other[n], weights[n], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"accumulate": 2, "clip": 0.1}, {"keep_optimizer": True, "scenario": "class"}], ids=str
+)
+def test_with_other_settings_too(settings, two, data):
+    weights, *_ = learn(lambda: EWC(50.0), data, 32, **settings)
+    for other, *_ in two(lambda: learn(lambda: EWC(50.0), data, 16, **settings)):
+        for n in weights:
+            torch.testing.assert_close(other[n], weights[n], rtol=1e-6, atol=1e-6)
+
+
+def test_both_are_the_same_bit_for_bit_also_with_statistics_and_their_own_draws(two, data):
+    def net(inputs, outputs):
+        return nets.cnn(inputs, outputs, channels=(4, 8))
+
+    (one, *_), (other, *_) = two(lambda: learn(lambda: ER(50) + EWC(10.0), data, 16, net))
+    assert all(torch.equal(one[n], other[n]) for n in one)
+
+
+def test_memories_are_shared_out(two, data):
+    def memory():
+        method = ER(61)
+        stream = streams.split(*data, tasks=2, scenario="task", class_order=range(10))
+        for task in stream:
+            everlearn.train(nets.mlp(stream.inputs, stream.outputs), method, task, batch_size=16)
+        return method.memory["x"].clone()
+
+    one, other = two(memory)
+    assert len(one) == len(other) == 31
+    assert not any((row == other).flatten(1).all(1).any() for row in one)
+
+
+@pytest.mark.parametrize("structure", ["diagonal", "kronecker", "full"])
+@pytest.mark.parametrize("labels", ["exact", "true"])
+def test_the_fisher_information_is_that_of_all_examples(structure, labels, two, data):
+    torch.manual_seed(0)
+    model, (x, y) = nets.mlp((1, 8, 8), 10, hidden=(5,)), (data[0][0][:51], data[0][1][:51])
+
+    def found():
+        return curvature.fisher(model, (x, y), labels, structure).diagonal()
+
+    for other in two(found):
+        for n, v in found().items():
+            torch.testing.assert_close(other[n], v)
+
+
+def test_a_grown_head_learns_too(two, data):
+    """What a wrapper made before the task would leave out."""
+
+    def grown():
+        torch.manual_seed(0)
+        model = nets.mlp((1, 8, 8), 5, hidden=(10,))
+        for classes in (range(5), range(5, 10)):
+            everlearn.heads.grow_output(model, classes[-1] + 1)
+            own = torch.isin(data[0][1], torch.tensor(classes))
+            everlearn.train(model, Method(), (data[0][0][own], data[0][1][own]), batch_size=16)
+        return [p.detach().clone() for p in model.parameters()]
+
+    one, other = two(grown)
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("name", ["ewc", "lwf", "er", "agem"])
+def test_attached_beside_torch_s_own_wrapper(name, two, data):
+    """DistributedDataParallel averages the loop's gradients; the method's own are averaged too."""
+
+    def attached(size):
+        torch.manual_seed(0)
+        model, method, (x, y) = nets.mlp((1, 8, 8), 10, hidden=(10,)), METHODS[name](), data[0]
+        wrapped = torch.nn.parallel.DistributedDataParallel(model) if dist.is_initialized() else model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        attachment = method.attach(model, optimizer)
+        for task in (slice(0, 160), slice(160, 320)):
+            for rows in torch.arange(320)[task].split(2 * size):
+                own = rows.tensor_split(2)[dist.get_rank()] if dist.is_initialized() else rows
+                attachment.see(x[own], y[own])
+                optimizer.zero_grad()
+                torch.nn.functional.cross_entropy(wrapped(x[own]), y[own]).backward()
+                optimizer.step()
+            method.end_task(model, (x[task], y[task]))
+        return {n: v.clone() for n, v in model.state_dict().items()}
+
+    weights = attached(16)
+    for other in two(lambda: attached(16)):
+        for n in weights:
+            torch.testing.assert_close(other[n], weights[n], rtol=1e-6, atol=1e-6)
+
+
+def test_together_they_go_on_after_a_kill(two, data, tmp_path):
+    whole = two(lambda: learn(lambda: ER(50), data, 16))
+    step, taken = everlearn.trainer.lesson.Lesson._take, [0]
+
+    def dies(self, batch):
+        if taken[0] == 16 and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        taken[0] += 1
+        step(self, batch)
+
+    def once(deadly):
+        everlearn.trainer.lesson.Lesson._take = dies if deadly else step
+        return learn(lambda: ER(50), data, 16, out=tmp_path / "out", checkpoint=Every(5, None))
+
+    with pytest.raises(AssertionError):
+        two(lambda: once(True))
+    (tmp_path / "meet").unlink(missing_ok=True)
+    assert len(list(tmp_path.rglob("*.checkpoint"))) >= 4
+    for (one, accuracy, _), (other, again, _) in zip(whole, two(lambda: once(False)), strict=True):
+        assert all(torch.equal(one[n], other[n]) for n in one)
+        assert np.array_equal(accuracy, again)
+    assert [p.suffix for p in (tmp_path / "out").iterdir()] == [".json"]
+
+
+@pytest.mark.slow
+@pytest.mark.enable_socket
+def test_torchrun_starts_the_command(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "everlearn", "run", "--methods", "ewc",
+         "--epochs", "1", "--out", str(tmp_path)],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.count("EWC (digits") == 1
+    assert len(list(tmp_path.glob("*.json"))) == 1
