@@ -217,13 +217,15 @@ class Slow:
 
     name: str
     folder: Path
-    dies: bool = False
+    dies: int = 0  # so many times
 
     def run(self, force):
-        (self.folder / f"began {self.name}").touch()
-        if self.dies:
+        begun = self.folder / f"began {self.name}"
+        times = len(begun.read_text()) if begun.exists() else 0
+        begun.write_text("x" * (times + 1))
+        if times < self.dies:
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(1.0)
+        time.sleep(0.3)
         (self.folder / f"ended {self.name}").touch()
         return self.name
 
@@ -231,14 +233,48 @@ class Slow:
 def test_who_stops_listening_stops_the_runs(tmp_path):
     for _ in outcomes([Slow(str(i), tmp_path) for i in range(8)], workers=2, threads=1):
         break
-    time.sleep(4)
+    time.sleep(1)
     assert len(list(tmp_path.glob("began *"))) <= 4  # the two that were going on, and at most two more
 
 
-def test_a_worker_that_dies_is_told(tmp_path):
-    todo = [Slow("a", tmp_path, dies=True), Slow("b", tmp_path)]
+def test_a_worker_that_dies_costs_its_own_run_alone(tmp_path):
+    todo = [Slow("a", tmp_path, dies=9), Slow("b", tmp_path), Slow("c", tmp_path, dies=1), Slow("d", tmp_path)]
     ended = dict(outcomes(todo, workers=2, threads=1))
-    assert set(ended) == {0, 1} and "a worker process has died" in str(ended[0])
+    assert "died 3 times" in str(ended.pop(0))
+    assert ended == {1: "b", 2: "c", 3: "d"}
+    assert (tmp_path / "began c").read_text() == "xx" and (tmp_path / "began b").read_text() == "x"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of ray
+@pytest.mark.enable_socket
+def test_a_ray_cluster_gives_what_one_process_gives(tmp_path):
+    ray = pytest.importorskip("ray")
+    words = ["--methods", "finetune,er", "--tasks", "2", "--epochs", "1", "--hidden", "16", "--threads", "1"]
+    assert start(["run", *words, "--out", str(tmp_path / "here")]) == 0
+    try:
+        assert start(["run", *words, "--cluster", "ray", "--out", str(tmp_path / "there")]) == 0
+    finally:
+        ray.shutdown()
+    one, two = (results.load(tmp_path / place) for place in ("here", "there"))
+    assert [r.config for r in one] == [r.config for r in two]
+    assert all((a.accuracy == b.accuracy).all() for a, b in zip(one, two, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_slurm_jobs_give_what_one_process_gives(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("submitit")
+    words = ["run", "--methods", "finetune", "--tasks", "2", "--epochs", "1", "--hidden", "16", "--threads", "1"]
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert start([*words, "--cluster", "slurm", "--out", str(tmp_path)]) == 2
+    assert "there is no Slurm here" in capsys.readouterr().err
+    monkeypatch.setattr(
+        "everlearn.cli.workers.shutil.which", lambda name: "srun"
+    )  # submitit itself then finds none, and starts a process
+    monkeypatch.setattr("submitit.slurm.slurm.SlurmExecutor.affinity", classmethod(lambda cls: -1))
+    assert start([*words, "--cluster", "slurm", "--out", str(tmp_path)]) == 0
+    assert len(results.load(tmp_path)) == 1
 
 
 def test_workers_give_what_one_process_gives(tmp_path):

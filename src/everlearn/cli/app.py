@@ -273,7 +273,7 @@ def _run_all(todo: list[Cell], plan: Plan, force: bool, talk: bool) -> tuple[int
     failures: set[str] = set()
     started = datetime.now(UTC).isoformat(timespec="seconds")
     with tqdm(total=len(todo), desc="runs", unit="run", leave=False, disable=None) as bar:
-        for ended, (i, outcome) in enumerate(outcomes(todo, plan.workers, plan.threads, force), 1):
+        for ended, (i, outcome) in enumerate(outcomes(todo, plan.workers, plan.threads, force, plan.cluster), 1):
             bar.update()
             if isinstance(outcome, Exception):
                 why = str(outcome) if str(outcome) not in failures else "as above."

@@ -68,6 +68,12 @@ class Plan(BaseModel):
     threads: int | None = Field(None, ge=1, description="Threads torch may use; small models are fastest with 1.")
     track: str = Field("", description="Who else is told: any of tensorboard, mlflow, wandb, separated by commas.")
     workers: int = Field(1, ge=1, description="Runs side by side, each in a process of its own.")
+    cluster: Literal["ray", "slurm"] | None = Field(
+        None,
+        description="Where to run instead: a Ray cluster (RAY_ADDRESS, or this machine) or Slurm; paths must be shared.",
+    )
+    time_limit: int = Field(1440, ge=1, description="Minutes a Slurm job may take before it is queued again.")
+    partition: str | None = Field(None, description="Of Slurm.")
     checkpoint_minutes: float | None = Field(
         5.0, ge=0, description="A killed run goes on where it was: minutes from one checkpoint to the next ..."
     )
@@ -168,7 +174,7 @@ class Cell:
             optimizer=optimizer(p), epochs=p.passes(stream), iterations=p.iterations, batch_size=p.batch_size, seed=self.seed,
             clip=p.clip, accumulate=p.accumulate, precision=p.precision, keep_optimizer=p.keep_optimizer,
             split="valid" if p.valid else "test", device=p.device, out=p.out, force=force,
-            trackers=listeners(p.track), progress=False if p.workers > 1 else None,
+            trackers=listeners(p.track), progress=False if p.workers > 1 or p.cluster else None,
             checkpoint=Every(p.checkpoint_steps, p.checkpoint_minutes),
         )  # fmt: skip
 

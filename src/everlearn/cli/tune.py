@@ -53,8 +53,10 @@ class Trials(Plan):
 
 def tuned(plan: Trials, options: Tuning) -> None:
     """A study for every stream, scenario and method of the plan; seeds are averaged."""
-    if plan.workers > 1 or plan.track:
-        raise UsageError("Trials run one after the other and are not tracked: leave --workers and --track out.")
+    if plan.workers > 1 or plan.cluster or plan.track:
+        raise UsageError(
+            "Trials run one after the other and are not tracked: leave --workers, --cluster and --track out."
+        )
     todo, wanted = [cell for cell in cells(plan) if cell.seed == 0], _fields(options.fields)
     if any(cell.joint for cell in todo):
         raise UsageError("'joint' has no strength to tune: name methods, as in --methods ewc,si.")
@@ -128,7 +130,21 @@ def _file(cell: Cell, found: Tuned) -> str:
     """The configuration that was found, for 'everlearn run': all of it but where this search looked and what it kept back."""
     p, names = cell.plan, {kind: name for name, kind in METHODS.items()}
     ours = p.model_dump(
-        mode="json", exclude={"stream", "scenario", "set", "valid", "out", "data", "workers", "track", "seeds"}
+        mode="json",
+        exclude={
+            "stream",
+            "scenario",
+            "set",
+            "valid",
+            "out",
+            "data",
+            "workers",
+            "cluster",
+            "time_limit",
+            "partition",
+            "track",
+            "seeds",
+        },
     )
     methods = parts(found.method)
     settings = {names[type(m)]: own for m in methods if (own := _own(m))}
