@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import pickle
 import sys
 import tempfile
 import time
@@ -35,6 +36,18 @@ def save(state: Any, path: Path) -> Path:
     torch.save(state, content := io.BytesIO())
     write(path, content.getvalue())
     return path
+
+
+def load(path: Path) -> Any:
+    """Read what ``save`` has written; anything else is refused by name, and nothing in it is executed."""
+    try:
+        return torch.load(path, weights_only=True)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"There is no file {path}.") from None
+    except (RuntimeError, ValueError, EOFError, KeyError, AttributeError, pickle.UnpicklingError) as error:
+        raise ValueError(
+            f"{path} is damaged, or no file of tensors and numbers ({type(error).__name__}): use an earlier copy of it."
+        ) from None
 
 
 @contextmanager

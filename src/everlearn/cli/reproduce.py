@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import re
@@ -25,6 +26,7 @@ from everlearn.report.table import columns
 from everlearn.results import Result
 
 Runs = dict[str, dict[str, Any]]  # what is remembered of each seed
+FACTS = {"accuracy", "seconds", "time", "commit", "torch", "threads"}
 TITLES = ["cell", "published", "Everlearn", "seeds", "difference", "tolerance", "verdict"]
 
 
@@ -151,7 +153,18 @@ def record(folder: Path, name: str, found: Sequence[tuple[Cell, Runs]]) -> None:
 
 
 def _kept_in(path: Path) -> dict[str, Any]:
-    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        for cell in kept.values():
+            whole = {"options", "machine"} <= set(cell) and all(FACTS <= set(run) for run in cell["runs"].values())
+            numbers = [float(run[name]) for run in cell["runs"].values() for name in ("accuracy", "seconds")]
+            if not whole or not all(map(math.isfinite, numbers)) or not all(seed.isdigit() for seed in cell["runs"]):
+                raise ValueError("a cell is not whole")
+        return dict(kept)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path} is not a record of runs ({type(error).__name__}: {error}): restore it, or move it away and record again."
+        ) from None
 
 
 def kept_of(cell: Cell, kept: dict[str, Any]) -> Runs:

@@ -168,4 +168,4 @@ def save(method: Method, folder: str | Path) -> Path:
 
 def load(method: Method, folder: str | Path) -> None:
     """Give a method the state that lies beside a model or an adapter."""
-    method.load_state_dict(torch.load(Path(folder) / FILE, weights_only=True))
+    method.load_state_dict(atomic.load(Path(folder) / FILE))

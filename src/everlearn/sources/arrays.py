@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ def npz(path: str | Path, *, x: str = "x", y: str = "y", test: float = 0.2) -> D
     try:
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as stored:
             return _cut({name: stored[name] for name in stored.files}, path, x, y, test)
-    except (zipfile.BadZipFile, EOFError, OSError, TypeError) as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, OSError, TypeError, NotImplementedError, MemoryError) as error:
         if isinstance(error, FileNotFoundError):
             raise FileNotFoundError(f"There is no file {path}.") from None
         raise ValueError(f"{path} is not an npz file, or is damaged: {error}.") from None
