@@ -77,7 +77,7 @@ def kills():
     """Each method by turns, killed between 0 and the time a whole run takes, until it has ended."""
     rng, done, exact, wholes = random.Random(0), 0, 0, {}
     warnings.simplefilter("error")  # a checkpoint that cannot be read would be told
-    with tempfile.TemporaryDirectory() as folder, tqdm(total=KILLS) as bar:
+    with tempfile.TemporaryDirectory() as folder, tqdm(total=KILLS, disable=None) as bar:
         for name, make in METHODS.items():
             begun = time.perf_counter()
             child(make, Path(folder) / name)
