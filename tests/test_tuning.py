@@ -1,5 +1,7 @@
 """Tuning: trials are runs, share what is identical, and a study goes on where it was stopped."""
 
+import os
+import signal
 from dataclasses import dataclass, fields
 from typing import Annotated, get_args, get_type_hints
 
@@ -17,6 +19,7 @@ from everlearn.trainer.tracking import Journal
 from everlearn.trainer.training import Training, adam
 from everlearn.tuning import Search, tune
 from everlearn.tuning.space import changed, dimensions
+from everlearn.tuning.start import Start
 
 pytest.importorskip("optuna")
 TRAINING = Training(epochs=2, batch_size=32)
@@ -230,6 +233,45 @@ def test_a_study_of_two_fields_goes_on_with_new_values(tmp_path):
     assert len({str(sorted(t.values.items())) for t in found.trials}) == 6
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="trials side by side are forked")
+def test_side_by_side_a_trial_is_what_it_is_alone(tmp_path):
+    settings = {"training": TRAINING, "prune": False}
+    pair = tune(net, EWC(), digits(), trials=6, workers=2, out=tmp_path / "pair", **settings)
+    assert len({t.values["strength"] for t in pair.trials}) == 6
+    for trial in pair.trials:
+        alone = everlearn.run(net, EWC(**trial.values), digits(), epochs=2, batch_size=32, split="valid")
+        assert trial.score == alone.average_accuracy
+    more = tune(net, EWC(), digits(), trials=8, workers=2, out=tmp_path / "pair", **settings)
+    assert [str(t) for t in more.trials[:6]] == [str(t) for t in pair.trials]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="trials side by side are forked")
+def test_side_by_side_hopeless_ones_are_given_up_and_a_dead_process_is_tried_again(tmp_path, monkeypatch):
+    settings = {"trials": 10, "training": Training(epochs=3, batch_size=32), "fields": {"harm": (0, 0.4)}}
+    learn = Start.learn
+
+    def dies(self, values, told):
+        if not (tmp_path / "died").exists():
+            (tmp_path / "died").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return learn(self, values, told)
+
+    monkeypatch.setattr(Start, "learn", dies)
+    found = tune(net, Harmful(), digits(), **settings, out=tmp_path, workers=2)
+    assert (tmp_path / "died").exists() and len(found.trials) == 10
+    assert found.best.values["harm"] < 0.05
+    assert any("given up after task" in t.why for t in found.trials)
+
+
+def test_side_by_side_an_error_is_raised_here(tmp_path):
+    class Wrong(Harmful):
+        def end_task(self, model, task):
+            raise TypeError("not like this")
+
+    with pytest.raises(TypeError, match="not like this"):
+        tune(net, Wrong(), digits(), trials=4, training=TRAINING, out=tmp_path, workers=2)
+
+
 def test_one_process_at_a_time(tmp_path):
     with atomic.alone(tmp_path / "study.lock"), pytest.raises(ValueError, match="Another process"):
         tune(net, EWC(), digits(), trials=1, training=TRAINING, out=tmp_path)
@@ -362,7 +404,7 @@ def test_the_command_leaves_a_file_that_runs(tmp_path, capsys):
         ("tune --fields ewc.strenght", "no field 'strenght'"),
         ("tune --fields strength", "METHOD.FIELD"),
         ("tune --methods ewc --fields si.strength", "not among the methods"),
-        ("tune --workers 2", "one after the other"),
+        ("tune --cluster ray", "on this machine"),
     ],
 )
 def test_the_command_answers_wrong_words(words, message, capsys):

@@ -156,7 +156,7 @@ def _kept_in(path: Path) -> dict[str, Any]:
     try:
         kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         for cell in kept.values():
-            whole = {"options", "machine"} <= set(cell) and all(FACTS <= set(run) for run in cell["runs"].values())
+            whole = {"options", "machine"} <= set(cell) and all(set(run) >= FACTS for run in cell["runs"].values())
             numbers = [float(run[name]) for run in cell["runs"].values() for name in ("accuracy", "seconds")]
             if not whole or not all(map(math.isfinite, numbers)) or not all(seed.isdigit() for seed in cell["runs"]):
                 raise ValueError("a cell is not whole")

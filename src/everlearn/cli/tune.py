@@ -53,10 +53,8 @@ class Trials(Plan):
 
 def tuned(plan: Trials, options: Tuning) -> None:
     """A study for every stream, scenario and method of the plan; seeds are averaged."""
-    if plan.workers > 1 or plan.cluster or plan.track:
-        raise UsageError(
-            "Trials run one after the other and are not tracked: leave --workers, --cluster and --track out."
-        )
+    if plan.cluster or plan.track:
+        raise UsageError("Trials run on this machine and are not tracked: leave --cluster and --track out.")
     todo, wanted = [cell for cell in cells(plan) if cell.seed == 0], _fields(options.fields)
     if any(cell.joint for cell in todo):
         raise UsageError("'joint' has no strength to tune: name methods, as in --methods ewc,si.")
@@ -99,7 +97,7 @@ def _study(
     return tune(
         p.net_maker, cell.method, streams.__getitem__, fields=fields or None, trials=options.trials, seeds=p.seeds,
         prune=options.prune, training=training, optimizer=optimizer(p), keep_optimizer=p.keep_optimizer, device=p.device,
-        out=folder, told=None if sys.stderr.isatty() else _line,
+        out=folder, workers=p.workers, told=None if sys.stderr.isatty() else _line,
     )  # fmt: skip
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, fields, replace
 from itertools import pairwise, product
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
+import numpy as np
+
 from everlearn.fields import Search
 from everlearn.method import Chain, Method, parts
 
@@ -90,6 +92,21 @@ class Dimension:
         steepest = max(abs(b[1] - a[1]) / (b[0] - a[0]) for a, b in gaps)
         a, b = max(gaps, key=lambda gap: gap[0][1] + gap[1][1] + steepest * (gap[1][0] - gap[0][0]))
         return self._back((a[0] + b[0]) / 2)
+
+    def with_running(
+        self, tried: Sequence[tuple[float, float | None]], running: Sequence[float]
+    ) -> list[tuple[float, float | None]]:
+        """With values that are being tried, as if their scores were known to lie on a line between their neighbours'.
+
+        >>> strength = Dimension(0, "strength", "strength", Search(1, 9, log=False))
+        >>> strength.with_running([(1, 0.5), (3, 0.9)], [2.0])
+        [(1, 0.5), (3, 0.9), (2.0, 0.7)]
+        """
+        known = sorted((self._scaled(value), score) for value, score in tried if score is not None)
+        if not known:
+            return [*tried, *((value, None) for value in running)]
+        places, scores = zip(*known, strict=True)
+        return [*tried, *((value, float(np.interp(self._scaled(value), places, scores))) for value in running)]
 
     def _scaled(self, value: float) -> float:
         return math.log(value) if self._logarithmic else value

@@ -49,6 +49,10 @@ class Start:
         if missing := [str(exam) for exam in self.stream.exams if exam.valid is None]:
             raise ValueError(f"Tuning needs validation data, {missing[0]} has none: make the stream with valid=0.1.")
 
+    def prepare(self) -> None:
+        """Learn what all trials share, before there are several processes of them."""
+        _ = self._shared
+
     def learn(self, values: Sequence[Value], told: Callable[[Course], None]) -> Result:
         """The result that a run with these values has; after every task somebody is told, who may put an end to it."""
         config, made, begun = self.config(changed(self.method, self.at, values)), provenance(), self._shared

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean, quantiles
 from typing import Any
@@ -24,6 +25,7 @@ from everlearn.trainer.course import Course
 from everlearn.trainer.training import OptimizerFactory, Training, adam, hide_bar
 from everlearn.tuning import archive
 from everlearn.tuning.archive import ENDED
+from everlearn.tuning.side_by_side import Report, side_by_side
 from everlearn.tuning.space import Dimension, Given, Value, changed, check_values, dimensions
 from everlearn.tuning.start import Start
 
@@ -77,6 +79,7 @@ def tune(
     keep_optimizer: bool = False,
     device: str | torch.device | None = None,
     out: str | os.PathLike[str] = "runs/tune",
+    workers: int = 1,
     told: Callable[[int, int, Trial], None] | None = None,
 ) -> Tuned:
     """Find the values of a method's fields with which it does best on validation data, after the last task.
@@ -101,9 +104,10 @@ def tune(
         keep_optimizer: between tasks.
         device: where to train.
         out: a folder for the study and the results of all trials; the same call goes on where it was stopped.
+        workers: trials side by side, in processes of one thread each; which values are proposed then depends on who is ready first.
         told: who is told of every trial: its number, how many there are, and what came of it.
     """
-    check_settings({"trials": trials, "seeds": seeds}, None, "float32")
+    check_settings({"trials": trials, "seeds": seeds, "workers": workers}, None, "float32")
     at, optuna = dimensions(method, fields), needs("optuna", "tune", "Tuning")
     check_values(method, at)
     _check_fresh(method)
@@ -121,8 +125,9 @@ def tune(
         trials = min(trials, archive.most(at, trials))
         hidden = hide_bar(training.progress)
         with tqdm(total=trials, initial=len(seen), desc=f"tune {label(method)}", leave=False, disable=hidden) as bar:
-            while len(seen) < trials:
-                seen.append(_try(study, optuna, at, starts, prune, folder / "trials"))
+            asked = Asked(study, optuna, at, starts, prune, folder / "trials", trials)
+            for trial in asked.one_by_one() if workers == 1 else asked.together(workers):
+                seen.append(trial)
                 if told is not None:
                     told(len(seen), trials, seen[-1])
                 bar.update()
@@ -141,41 +146,101 @@ def _check_fresh(method: Method) -> None:
         )
 
 
-def _try(study: Any, optuna: Any, at: Sequence[Dimension], starts: Sequence[Start], prune: bool, folder: Path) -> Trial:
-    """One trial, over all seeds."""
-    if len(at) == 1 and at[0].measured and not any(t.state.name == "WAITING" for t in study.trials):
-        before = [_trial(t) for t in study.trials if t.state.name in ENDED]
-        scores = [(float(t.values[at[0].name]), t.score) for t in before]
-        study.enqueue_trial({at[0].name: at[0].between(scores)})
-    trial = study.ask()
-    values = [d.suggest(trial) for d in at]
-    results: list[Result] = []
-    told_of: set[int] = set()
+@dataclass
+class Asked:
+    """A study at work.
 
-    def told(course: Course) -> None:
-        step = len(results) * len(course.stream.exams) + len(course.rows)
-        if len(course.rows) in (0, len(course.stream.exams)) or step in told_of:
-            return  # nothing is tested yet, or all is, or a part of a task has ended
-        told_of.add(step)
-        trial.report(course.so_far, step)
-        if prune and _hopeless(study, trial.number, course.so_far, step):
-            raise optuna.TrialPruned(f"given up after task {len(course.rows)}")
+    Args:
+        study: of Optuna.
+        optuna: the package.
+        at: the fields.
+        starts: a seed each.
+        prune: give up hopeless trials.
+        folder: of the results.
+        trials: how many there shall be.
+    """
 
-    try:
-        changed(starts[0].method, at, values)
-    except ValueError as error:  # fields that do not go together
-        trial.set_user_attr("why", str(error))
-        return _trial(study.tell(trial, state=optuna.trial.TrialState.PRUNED))
-    try:
-        for start in starts:
-            results.append(start.learn(values, told))
-            results[-1].save(folder)
-    except (optuna.TrialPruned, FloatingPointError) as error:  # a strength can be too much for the optimizer
-        trial.set_user_attr("why", str(error))
-        return _trial(study.tell(trial, state=optuna.trial.TrialState.PRUNED))
-    trial.set_user_attr("old", fmean(float(r.accuracy[-1, :-1].mean()) for r in results))
-    trial.set_user_attr("new", fmean(r.learning_accuracy for r in results))
-    return _trial(study.tell(trial, fmean(r.average_accuracy for r in results)))
+    study: Any
+    optuna: Any
+    at: Sequence[Dimension]
+    starts: Sequence[Start]
+    prune: bool
+    folder: Path
+    trials: int
+
+    def one_by_one(self) -> Iterator[Trial]:
+        """Each trial when it has ended."""
+        while (proposed := self._propose()) is not None:
+            trial, values = proposed
+            yield self._note(trial, self._learn(values, partial(self._is_hopeless, trial)))
+
+    def together(self, workers: int) -> Iterator[Trial]:
+        """The same, several at a time."""
+        for start in self.starts:
+            start.prepare()  # once, before processes are made
+        for trial, outcome in side_by_side(self._propose, self._learn, self._is_hopeless, workers):
+            yield self._note(trial, outcome)
+
+    def _propose(self) -> tuple[Any, list[Value]] | None:
+        """Values to try; among them those that are being tried count as what lies between their neighbours."""
+        known = [_trial(t) for t in self.study.trials if t.state.name in ENDED]
+        running = [t.params for t in self.study.trials if t.state.name == "RUNNING"]
+        if len(known) + len(running) >= self.trials:
+            return None
+        waiting = any(t.state.name == "WAITING" for t in self.study.trials)
+        if len(self.at) == 1 and self.at[0].measured and not waiting:
+            name = self.at[0].name
+            scores = [(float(t.values[name]), t.score) for t in known]
+            going = [float(params[name]) for params in running if name in params]
+            self.study.enqueue_trial({name: self.at[0].between(self.at[0].with_running(scores, going))})
+        trial = self.study.ask()
+        values = [d.suggest(trial) for d in self.at]
+        return trial, values
+
+    def _learn(self, values: Sequence[Value], hopeless: Report) -> dict[str, Any]:
+        """What comes of these values, over all seeds."""
+        results: list[Result] = []
+        told_of: set[int] = set()
+
+        def told(course: Course) -> None:
+            step = len(results) * len(course.stream.exams) + len(course.rows)
+            if len(course.rows) in (0, len(course.stream.exams)) or step in told_of:
+                return  # nothing is tested yet, or all is, or a part of a task has ended
+            told_of.add(step)
+            if hopeless(course.so_far, step):
+                raise GivenUp(f"given up after task {len(course.rows)}")
+
+        try:
+            changed(self.starts[0].method, self.at, values)
+        except ValueError as error:  # fields that do not go together
+            return {"why": str(error)}
+        try:
+            for start in self.starts:
+                results.append(start.learn(values, told))
+                results[-1].save(self.folder)
+        except (GivenUp, FloatingPointError) as error:  # a strength can be too much for the optimizer
+            return {"why": str(error)}
+        return {
+            "old": fmean(float(r.accuracy[-1, :-1].mean()) for r in results),
+            "new": fmean(r.learning_accuracy for r in results),
+            "score": fmean(r.average_accuracy for r in results),
+        }
+
+    def _is_hopeless(self, trial: Any, score: float, step: int) -> bool:
+        trial.report(score, step)
+        return self.prune and _hopeless(self.study, trial.number, score, step)
+
+    def _note(self, trial: Any, outcome: dict[str, Any]) -> Trial:
+        score = outcome.pop("score", None)
+        for name, fact in outcome.items():
+            trial.set_user_attr(name, fact)
+        if score is None:
+            return _trial(self.study.tell(trial, state=self.optuna.trial.TrialState.PRUNED))
+        return _trial(self.study.tell(trial, score))
+
+
+class GivenUp(Exception):
+    """A trial is worse than most."""
 
 
 def _hopeless(study: Any, number: int, score: float, step: int) -> bool:
