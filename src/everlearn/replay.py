@@ -41,14 +41,22 @@ class Replay(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # Each of several processes keeps, and draws from, its share of what all see.
-        share = -(-self.capacity // distributed.world())
-        self.memory = Memory(share, self.policy, seed=distributed.rank())
+        self.memory = self.room()
         self.drawn = 0
         self.tasks = 0
         self._transforms: dict[int, Transform | None] = {}
         self._now: Batch | None = None  # the current batch, for methods that replay after the backward pass
         self._edited = False  # whether before_step was called, where it does something
+
+    def room(self, each: int | None = None) -> Memory:
+        """An empty memory: of several processes each keeps, and draws from, its share of what all see.
+
+        Args:
+            each: the most examples of one group.
+        """
+        share = -(-self.capacity // distributed.world())
+        most = None if each is None else -(-each // distributed.world())
+        return Memory(share, self.policy, each=most, seed=distributed.rank())
 
     def observe(self, batch: Batch, out: Tensor) -> None:
         """New examples enter the memory."""

@@ -81,3 +81,11 @@ def test_a_step_respects_every_old_task():
     for batch in old:
         ref = torch.autograd.grad(batch.loss(model(x)), list(model.parameters()))
         assert sum((p.grad * r).sum() for p, r in zip(model.parameters(), ref, strict=True)) > -1e-9
+
+
+def test_a_task_may_have_a_fixed_share_from_the_start():
+    method = GEM(20, each=5)
+    for number in range(3):
+        x = torch.randn(8, 3)
+        method.observe(Batch(x, torch.zeros(8, dtype=torch.long), torch.full((8,), number)), torch.zeros(8, 2))
+        assert method.memory["t"].bincount().tolist() == [5] * (number + 1)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from everlearn import distributed
 from everlearn.batch import Batch
-from everlearn.fields import NonNegative, Search
+from everlearn.fields import NonNegative, Range, Search
 from everlearn.params import wide
 from everlearn.replay import Replay, gradient_on
 from everlearn.traits import Traits
@@ -32,6 +32,8 @@ class GEM(Replay):
         size: how many of each task make up its gradient; by default all.
         margin: γ; larger ones push more towards the old tasks.
         ridge: keeps the small quadratic programme well posed.
+        each: the most examples of one task. The authors keep capacity / tasks of each from the start; by default tasks share what
+            there is equally, so that the first ones have more as long as there are few.
     """
 
     traits = Traits(
@@ -46,6 +48,11 @@ class GEM(Replay):
     margin: Annotated[NonNegative, Search(0, 1, log=False, late=True)] = 0.5
     ridge: NonNegative = 1e-3
     policy: Literal["reservoir", "balanced", "ring"] = field(default="ring", kw_only=True)
+    each: Annotated[int, Range(1)] | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.memory = self.room(self.each)
 
     def before_step(self, model: nn.Module) -> None:
         """Turn the gradient so that it lowers, or leaves, every old task's loss."""
