@@ -44,7 +44,8 @@ def learn(make, folder, every, stream=None, iterations=300, batch_size=32, hidde
         return made[-1]
 
     settings = {"iterations": iterations, "batch_size": batch_size, "checkpoint": every, "progress": False}
-    everlearn.run(net, make(), stream or streams.digits(scenario="task"), out=folder, **settings)
+    again = folder.exists() and any(folder.glob("*.json"))  # it was killed between the result and the weights
+    everlearn.run(net, make(), stream or streams.digits(scenario="task"), out=folder, force=again, **settings)
     torch.save(made[-1].state_dict(), folder / "weights.pt")
 
 

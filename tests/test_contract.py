@@ -44,7 +44,7 @@ def learn(model, method, tasks):
         everlearn.train(model, method, task, optimizer=sgd, epochs=2, batch_size=16)
 
 
-@pytest.fixture(params=["mlp", "cnn"])
+@pytest.fixture(params=["mlp", pytest.param("cnn", marks=pytest.mark.slow)])
 def fresh(request, small_net, small_stream):
     """A plain net, and one with everything that has a mode, statistics or random numbers."""
 

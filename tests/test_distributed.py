@@ -12,7 +12,25 @@ import torch
 import torch.distributed as dist
 
 import everlearn
-from everlearn import AGEM, DER, ER, EWC, GEM, HAT, MAS, SI, LwF, Method, PackNet, curvature, nets, streams
+from everlearn import (
+    AGEM,
+    DER,
+    ER,
+    ERACE,
+    EWC,
+    GEM,
+    HAT,
+    MAS,
+    SI,
+    ExpandableRepresentation,
+    ExpandNet,
+    LwF,
+    Method,
+    PackNet,
+    curvature,
+    nets,
+    streams,
+)
 from everlearn.trainer import Every
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork") or not dist.is_gloo_available(), reason="needs fork and gloo")
@@ -26,6 +44,7 @@ METHODS = {
     # All that was seen is kept and seen again, so that a draw is no matter of luck.
     "er": lambda: ER(400, 400),
     "der": lambda: DER(400, 400),
+    "er-ace": lambda: ERACE(400, 400),
     "agem": lambda: AGEM(400, 400),
     "gem": lambda: GEM(400),
     "packnet": PackNet,
@@ -52,7 +71,14 @@ def two(tmp_path):
                 finally:
                     os._exit(code)  # the parent's test session must not go on here
             children.append(pid)
-        assert [os.waitpid(pid, 0)[1] for pid in children] == [0, 0]
+        while children:
+            pid, status = os.wait()
+            children.remove(pid)
+            if status:  # the other one would wait for it
+                for other in children:
+                    os.kill(other, signal.SIGKILL)
+                    os.waitpid(other, 0)
+            assert status == 0
         (tmp_path / "meet").unlink(missing_ok=True)
         return [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2)]
 
@@ -90,10 +116,10 @@ def test_two_processes_learn_what_one_does_with_the_doubled_batch(name, two, dat
         assert np.allclose(first, initial)
 
 
-@pytest.mark.parametrize("name", ["finetune", "ewc", "er", "agem"])
+@pytest.mark.parametrize("name", ["finetune", "ewc", "er", "er-ace", "der", "agem"])
 def test_the_last_batch_may_be_smaller(name, two, data):
     (x, y), test = data
-    uneven = (x[:-25], y[:-25]), test
+    uneven = (x[:-26], y[:-26]), test
     weights, *_ = learn(METHODS[name], uneven, 32)
     for other, *_ in two(lambda: learn(METHODS[name], uneven, 16)):
         for n in weights:
@@ -118,9 +144,25 @@ def test_both_are_the_same_bit_for_bit_also_with_statistics_and_their_own_draws(
     assert all(torch.equal(one[n], other[n]) for n in one)
 
 
+@pytest.mark.parametrize("make", [lambda: ExpandNet(threshold=1.0), lambda: ExpandableRepresentation(40)])
+def test_networks_grow_alike(make, two, data):
+    (one, *_), (other, *_) = two(lambda: learn(make, data, 16, scenario="class"))
+    assert all(torch.equal(one[n], other[n]) for n in one)
+
+
+def test_a_finished_run_is_read_by_all(two, data, tmp_path):
+    def twice():
+        return [learn(lambda: ER(50), data, 16, out=tmp_path / "out")[1] for _ in range(2)]
+
+    for first, second in two(twice):
+        assert np.array_equal(first, second)
+    assert len(list((tmp_path / "out").iterdir())) == 1
+
+
 def test_memories_are_shared_out(two, data):
+    method = ER(61)  # made before there are several
+
     def memory():
-        method = ER(61)
         stream = streams.split(*data, tasks=2, scenario="task", class_order=range(10))
         for task in stream:
             everlearn.train(nets.mlp(stream.inputs, stream.outputs), method, task, batch_size=16)
@@ -188,7 +230,10 @@ def test_attached_beside_torch_s_own_wrapper(name, two, data):
 
 
 def test_together_they_go_on_after_a_kill(two, data, tmp_path):
-    whole = two(lambda: learn(lambda: ER(50), data, 16))
+    def net(inputs, outputs):
+        return nets.cnn(inputs, outputs, channels=(4, 8))
+
+    whole = two(lambda: learn(lambda: ER(50), data, 16, net))
     step, taken = everlearn.trainer.lesson.Lesson._take, [0]
 
     def dies(self, batch):
@@ -199,7 +244,7 @@ def test_together_they_go_on_after_a_kill(two, data, tmp_path):
 
     def once(deadly):
         everlearn.trainer.lesson.Lesson._take = dies if deadly else step
-        return learn(lambda: ER(50), data, 16, out=tmp_path / "out", checkpoint=Every(5, None))
+        return learn(lambda: ER(50), data, 16, net, out=tmp_path / "out", checkpoint=Every(5, None))
 
     with pytest.raises(AssertionError):
         two(lambda: once(True))

@@ -57,7 +57,7 @@ def outcome(small_stream, tmp_path, monkeypatch):
         while True:
             try:
                 result = everlearn.run(
-                    make, make_method(), stream or small_stream(scenario), out=tmp_path / folder,
+                    make, make_method(), stream() if callable(stream) else stream or small_stream(scenario), out=tmp_path / folder,
                     checkpoint=Every(steps, None), progress=False, **settings,
                 )  # fmt: skip
                 return made[-1].state_dict(), result
@@ -144,6 +144,68 @@ def test_augmentation_and_epochs_are_found_again(outcome):
     assert equal(outcome(lambda: ER(30), **settings), outcome(lambda: ER(30), [9, 14], folder="killed", **settings))
 
 
+def test_a_loader_that_counts_its_passes_is_read_from_the_start(outcome):
+    (x, y), _ = streams.digits_data()
+
+    def loaders():
+        tasks = []
+        for classes in ((0, 1), (2, 3)):
+            own = torch.isin(y, torch.tensor(classes)).nonzero().flatten()[:64]
+            data = torch.utils.data.TensorDataset(x[own], y[own])
+            order = torch.Generator().manual_seed(classes[0])
+            tasks.append((torch.utils.data.DataLoader(data, 16, shuffle=True, generator=order), (x[own], y[own])))
+        return streams.from_tasks(tasks, scenario="domain", outputs=10)
+
+    def net(inputs=None, outputs=None):
+        return nets.mlp((1, 8, 8), 10, hidden=(20,))
+
+    settings = {"stream": loaders, "net": net, "epochs": 3, "iterations": None}
+    assert equal(outcome(Method, **settings), outcome(Method, [7, 9], folder="killed", **settings))
+
+
+def test_buffers_that_a_model_does_not_save_are_found_again(outcome):
+    class Counting(nn.Sequential):
+        def __init__(self, *layers):
+            super().__init__(*layers)
+            self.register_buffer("seen", torch.zeros(()), persistent=False)
+
+        def forward(self, x):
+            self.seen += self.training
+            return super().forward(x) * (1 + self.seen / 100)
+
+    settings = {"net": lambda inputs, outputs: Counting(plain(inputs, outputs))}
+    assert equal(outcome(Method, **settings), outcome(Method, [7, 14], folder="killed", **settings))
+
+
+def test_a_disk_without_room_does_not_end_a_run(outcome, monkeypatch):
+    write = everlearn.atomic.write
+
+    def full(path, *content, **settings):
+        if path.suffix == ".checkpoint":
+            raise OSError(28, "No space left on device")
+        write(path, *content, **settings)
+
+    whole = outcome(EWC, folder="whole")
+    monkeypatch.setattr(everlearn.atomic, "write", full)
+    with pytest.warns(UserWarning, match="could not be written"):
+        assert equal(whole, outcome(EWC))
+
+
+def test_a_checkpoint_of_other_code_is_passed_over(checkpoints, outcome, monkeypatch):
+    monkeypatch.setattr("everlearn.trainer.checkpoints._version", lambda: ["other", "code"])
+    with pytest.warns(UserWarning, match="another version"):
+        resumed = outcome(EWC)
+    assert equal(outcome(EWC, folder="whole"), resumed)
+
+
+def test_one_process_at_a_time(checkpoints, outcome):
+    with (
+        everlearn.atomic.alone(checkpoints[0].parent / "lock"),
+        pytest.raises(ValueError, match="Another process is at work"),
+    ):
+        outcome(EWC)
+
+
 def test_what_an_online_stream_has_learned_is_kept(outcome, small_stream):
     stream = streams.online(small_stream("class"), chunk=16)
     settings = {"stream": stream, "iterations": None, "steps": 3}
@@ -155,7 +217,7 @@ def checkpoints(outcome, tmp_path):
     """The files of a run that was killed in its second task, after two checkpoints there."""
     outcome(EWC, [STEPS + 11], left_there=True)
     [folder] = (tmp_path / "out").glob("*.checkpoints")
-    return sorted(folder.iterdir())
+    return sorted(folder.glob("*.checkpoint"))
 
 
 def test_the_last_two_are_kept_and_what_they_need(checkpoints):

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 
-def write(path: Path, content: bytes, mode: int = 0o644) -> None:
-    """Write a file so that a killed process leaves the old one or the new one, never a part."""
+def write(path: Path, *content: bytes | memoryview, mode: int = 0o644) -> None:
+    """Write a file, of one piece or several, so that a killed process leaves the old one or the new one, never a part."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(content)
+            file.writelines(content)
             file.flush()
             os.fsync(file.fileno())
         os.chmod(temporary, mode)  # mkstemp's 0600 would hide results from colleagues

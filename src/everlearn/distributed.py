@@ -93,10 +93,10 @@ def average_gradients(parameters: Sequence[Tensor], weight: float, loss: float) 
 def own_share(order: Tensor, size: int) -> Tensor:
     """Of examples in this order, those of this process: its share of each batch of ``size`` examples per process.
 
-    Of a last batch with fewer examples than processes nobody has any.
+    All have equally many: of a last batch that does not divide by the processes, the rest is left out.
     """
-    parts = [some.tensor_split(world())[rank()] for some in order.split(size * world()) if len(some) >= world()]
-    return torch.cat(parts) if parts else order[:0]
+    batches = [some[: len(some) // world() * world()] for some in order.split(size * world())]
+    return torch.cat([some.tensor_split(world())[rank()] for some in batches])
 
 
 def _by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:

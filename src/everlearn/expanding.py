@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from everlearn import distributed
 from everlearn.batch import Batch
 from everlearn.beside import Beside, Block, View, learning
 from everlearn.columns import lent, plain, take_off
@@ -292,6 +293,6 @@ class Expanding(Isolation):
                 f"{type(self).__name__} has heard no training loss to compare with its threshold: take the loss of your loop from "
                 "method.loss(model, batch), or give the task validation data."
             )
-        mean = self.heard / self.hearings
+        mean = distributed.total(self.heard) / distributed.total(self.hearings)  # or processes would grow apart
         self.heard, self.hearings = 0.0, 0
         return mean

@@ -54,7 +54,6 @@ class Method:
         weak=dict.fromkeys(SCENARIOS, "does nothing against forgetting: the lower bound of every comparison"),
     )
 
-    _counted = 0.0  # labels that the last task loss was a mean over
     _owes = False  # a penalty's gradient, since a loss that was taken without it
 
     def __post_init__(self) -> None:
@@ -119,16 +118,11 @@ class Method:
             raise TypeError(f"A loss is of a Batch, got a {type(batch).__name__}: write Batch(x, y).")
         whole = self.join(batch)
         out = ask(model, whole.x)
-        loss, self._counted = self.task_loss(whole, out), whole.weight
+        loss = self.task_loss(whole, out)
         out = out if whole is batch else out[: len(batch)]
         penalty = (self.unpulled if pulled else self.penalty)(model, batch, out)
         self.observe(batch, out.detach())
         return loss if isinstance(penalty, float) and penalty == 0.0 else loss + penalty
-
-    @property
-    def counted(self) -> float:
-        """How many labels the last loss was a mean over, replayed ones included: its weight among several processes."""
-        return self._counted
 
     def unpulled(self, model: nn.Module, batch: Batch | None, out: Tensor | None) -> Tensor | float:
         """The penalty but for what ``pull`` adds."""

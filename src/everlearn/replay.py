@@ -48,21 +48,17 @@ class Replay(Method):
         self._now: Batch | None = None  # the current batch, for methods that replay after the backward pass
         self._edited = False  # whether before_step was called, where it does something
 
-    def room(self, each: int | None = None) -> Memory:
-        """An empty memory: of several processes each keeps, and draws from, its share of what all see.
-
-        Args:
-            each: the most examples of one group.
-        """
-        share = -(-self.capacity // distributed.world())
-        most = None if each is None else -(-each // distributed.world())
-        return Memory(share, self.policy, each=most, seed=distributed.rank())
+    def room(self) -> Memory:
+        """An empty memory: of several processes each keeps, and draws from, its share of what all see."""
+        return Memory(-(-self.capacity // distributed.world()), self.policy, seed=distributed.rank())
 
     def observe(self, batch: Batch, out: Tensor) -> None:
         """New examples enter the memory."""
         self._now = batch
         if batch.t is not None and (batch.transform is not None or self._transforms):
             self._transforms |= dict.fromkeys(batch.t.unique().tolist(), batch.transform)
+        if distributed.world() > 1 and not self.memory.seen:
+            self.memory = self.room()  # it may have been made before there were several
         if batch.epoch == 0:
             self.memory.add(**self.columns(batch, out))
 

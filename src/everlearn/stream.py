@@ -101,8 +101,9 @@ class Task:
         The order depends on the seed, the task and the epoch alone; call it again and you get the same batches. With ``start``,
         those after so many.
         """
-        whole = start // (self.steps_per_epoch(size) or start + 1)  # epochs that need not be read to get there
-        skipped = whole * (self.steps_per_epoch(size) or 0)
+        known = 0 if isinstance(self.train, Batches) else self.steps_per_epoch(size) or 0
+        whole = start // known if known else 0  # epochs that need not be read; a loader of one's own may count them
+        skipped = whole * known
         if iterations is not None:
             yield from islice(self._epochs(size, count(whole), seed), start - skipped, iterations - skipped)
         else:
@@ -136,6 +137,7 @@ class Task:
         if not shared or distributed.world() == 1:
             batches = source.batches(size, order, derive(0, split))
         elif isinstance(source, Batches):
+            most = most if most is None else -(-most // distributed.world())
             batches = islice(
                 source.batches(size, order, derive(0, split)), distributed.rank(), None, distributed.world()
             )

@@ -126,6 +126,8 @@ class Plan(BaseModel):
 
     @model_validator(mode="after")
     def _device_exists(self) -> Plan:
+        if self.cluster is not None:
+            return self  # it is of other machines
         try:
             torch.zeros(1, device=self.device).item()
         except (RuntimeError, AssertionError) as error:

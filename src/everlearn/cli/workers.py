@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import shutil
 import signal
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -64,7 +66,8 @@ def outcomes(
         if threads is not None:
             torch.set_num_threads(threads)
         for i, cell in enumerate(todo):
-            yield i, outcome_of(cell, force)
+            # Of several processes none may go on alone: an error ends them all.
+            yield i, outcome_of(cell, force) if world() == 1 else cell.run(force)
 
 
 def _side_by_side(todo: Sequence[Cell], workers: int, threads: int, force: bool) -> Iterator[tuple[int, Outcome]]:
@@ -121,7 +124,9 @@ def _on_ray(todo: Sequence[Cell], workers: int, threads: int, force: bool) -> It
     ray: Any = needs("ray", "ray", "--cluster ray")
     if not ray.is_initialized():
         ray.init(log_to_driver=False)
-    job = ray.remote(num_cpus=threads, max_retries=TRIES - 1)(_with_threads)
+    # Forced, a second try would begin anew; a GPU is asked for where one is used.
+    needs_gpu = todo[0].plan.device.startswith("cuda")
+    job = ray.remote(num_cpus=threads, num_gpus=int(needs_gpu), max_retries=0 if force else TRIES - 1)(_with_threads)
     waiting = deque(range(len(todo)))
     running: dict[Any, int] = {}
     while waiting or running:
@@ -134,16 +139,18 @@ def _on_ray(todo: Sequence[Cell], workers: int, threads: int, force: bool) -> It
 
 
 def _on_slurm(todo: Sequence[Cell], workers: int, threads: int, force: bool) -> Iterator[tuple[int, Outcome]]:
-    """As an array of Slurm jobs; one that is put off or killed is queued again and goes on from its last checkpoint."""
+    """As an array of Slurm jobs; one that is put off or runs out of time is queued again and goes on from its last checkpoint."""
     submitit: Any = needs("submitit", "slurm", "--cluster slurm")
     if shutil.which("srun") is None:
         raise UsageError(
             "--cluster slurm: there is no Slurm here (srun is not found): call it where jobs are submitted."
         )
     plan = todo[0].plan
-    executor = submitit.AutoExecutor(folder=plan.out / "slurm")
+    executor = submitit.AutoExecutor(folder=plan.out.resolve() / "slurm", slurm_max_num_timeout=100)
     executor.update_parameters(name="everlearn", cpus_per_task=threads, timeout_min=plan.time_limit)
     if executor.cluster == "slurm":
+        if plan.device.startswith("cuda"):
+            executor.update_parameters(gpus_per_node=1)
         executor.update_parameters(
             slurm_partition=plan.partition, slurm_array_parallelism=workers if workers > 1 else 256
         )
@@ -195,9 +202,16 @@ def _with_threads(cell: Cell, threads: int, force: bool) -> Outcome:
 
 
 def _begin(threads: int) -> None:
-    """A worker ends with the command it belongs to, at once."""
+    """A worker ends with the command it belongs to, in whatever way that ends."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     torch.set_num_threads(threads)
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
 
 
 def outcome_of(cell: Cell, force: bool) -> Outcome:

@@ -103,7 +103,7 @@ class FisherEstimator:
             raise ValueError(f"examples must be at least 1, got {examples}.")
         make, finish = STRUCTURES[self.structure]
         statistic = make(engine.parameters)
-        random, seen = generator(seed, "fisher"), 0
+        random, seen = generator(seed + distributed.rank(), "fisher"), 0
         device = next(iter(engine.parameters.values())).device
         with untouched(engine.model):
             for batch in task.examples(self.chunk or engine.chunk(task), most=examples, shared=True):
@@ -111,6 +111,8 @@ class FisherEstimator:
                     here = batch if device.type == "cpu" else batch.to(device)
                     engine.update(here.x, partial(self._columns, here, random), statistic)
                     seen += len(batch)
+        if min(have := distributed.every(seen)) == 0 and max(have):
+            raise ValueError(f"{task} has fewer batches than there are processes: use fewer, or smaller batches.")
         statistic.add_up()
         seen = int(distributed.total(seen))
         if not seen:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from everlearn import distributed
 from everlearn.batch import Batch
 from everlearn.likelihood import Categorical
 from everlearn.replay import Replay, loss_on
@@ -43,6 +44,9 @@ class ERACE(Replay):
         present = torch.zeros(1, out.shape[-1], dtype=torch.bool, device=out.device)
         y = batch.labels().flatten()
         present[0, y[y != -100]] = True
+        if distributed.world() > 1:  # the batch is that of all processes
+            distributed.add_up([together := present.float()])
+            present = together > 0
         one_task = torch.zeros(len(batch), dtype=torch.long, device=out.device)
         return replace(batch, allowed=present, t=one_task).loss(out)
 

@@ -19,6 +19,7 @@ from everlearn.fields import NonNegative, Range
 from everlearn.heads import output_layer
 from everlearn.isolation import filled
 from everlearn.likelihood import Categorical
+from everlearn.memory import Memory
 from everlearn.params import Params, check_finite, unwrap, wide
 from everlearn.replay import Replay, Rows
 from everlearn.seeds import derive, seeded
@@ -106,6 +107,10 @@ class ExpandableRepresentation(Replay):
         self.open = True
         self._note_views(task, number)
         self._start = [p.detach().clone() for p in self._attach(model).learning()]
+
+    def room(self) -> Memory:
+        """The same in all processes, each of which passes over the whole task."""
+        return Memory(self.capacity, self.policy)
 
     def resume(self, model: nn.Module, task: Any) -> None:
         """The extractors of the loaded state beside the model."""

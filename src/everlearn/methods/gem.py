@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from everlearn import distributed
 from everlearn.batch import Batch
 from everlearn.fields import NonNegative, Range, Search
+from everlearn.memory import Memory
 from everlearn.params import wide
 from everlearn.replay import Replay, gradient_on
 from everlearn.traits import Traits
@@ -50,9 +51,10 @@ class GEM(Replay):
     policy: Literal["reservoir", "balanced", "ring"] = field(default="ring", kw_only=True)
     each: Annotated[int, Range(1)] | None = field(default=None, kw_only=True)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.memory = self.room(self.each)
+    def room(self) -> Memory:
+        """With a share for each task."""
+        each = None if self.each is None else -(-self.each // distributed.world())
+        return Memory(-(-self.capacity // distributed.world()), self.policy, each=each, seed=distributed.rank())
 
     def before_step(self, model: nn.Module) -> None:
         """Turn the gradient so that it lowers, or leaves, every old task's loss."""

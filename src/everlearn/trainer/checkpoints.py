@@ -10,12 +10,15 @@ import shutil
 import time
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import torch
 
+import everlearn
 from everlearn import atomic
 from everlearn.distributed import agreed, world
 from everlearn.distributed import every as every_process
@@ -62,6 +65,18 @@ class Checkpoints:
         self._started = 0  # the task whose beginning can be had again
         self._proven = self._useless = False
 
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Inside, no other process works at the same run, also none that has outlived the command it belonged to."""
+        with atomic.alone(atomic.writable_folder(self.folder) / "lock") as free:
+            if not free:
+                raise ValueError(f"Another process is at work on this run, in {self.folder}: wait for it, or stop it.")
+            try:
+                yield
+            finally:
+                if not any(self._places()):
+                    self.clear()
+
     def due(self) -> bool:
         """Whether it is time after one more step, and of use."""
         self._steps += 1
@@ -82,15 +97,23 @@ class Checkpoints:
         """Write down where the run is, and forget what is not needed any more."""
         if self._useless:
             return
-        torch.save(state, file := io.BytesIO())
-        content = file.getbuffer()
-        atomic.writable_folder(self.folder)
-        path = self.folder / f"{task:06}-{step:09}.checkpoint"
-        atomic.write(
-            path, b"".join([MARK, hashlib.blake2b(content, digest_size=16).hexdigest().encode(), b"\n", content])
-        )
+        torch.save({**state, "made by": _version()}, file := io.BytesIO())
+        content, path = file.getbuffer(), self._path(task, step)
+        try:
+            atomic.writable_folder(self.folder)
+            for torn in self.folder.glob(".*.checkpoint.*"):  # of processes that were killed while they wrote
+                torn.unlink(missing_ok=True)
+            atomic.write(path, MARK, hashlib.blake2b(content, digest_size=16).hexdigest().encode(), b"\n", content)
+        except OSError as error:  # no reason to end a run
+            warnings.warn(
+                f"A checkpoint of {len(content) / 2**20:.0f} MB could not be written to {path} ({error.strerror or error}): the run "
+                "goes on without it; make room.",
+                stacklevel=2,
+            )
+            self._steps, self._time = 0, time.monotonic()
+            return
         if not self._proven:  # better told now than when it is needed
-            self._useless, self._proven = self._read(task, step) is None, True
+            self._useless, self._proven = not all(every_process(self._read(task, step) is not None)), True
         self._started = task if step == 0 else self._started
         self._steps, self._time = 0, time.monotonic()
         places = sorted(self._places(), reverse=True)
@@ -123,6 +146,8 @@ class Checkpoints:
             if mark != MARK or hashlib.blake2b(rest, digest_size=16).hexdigest().encode() != digest:
                 raise ValueError("it is damaged")
             state: State = torch.load(io.BytesIO(rest), weights_only=True)
+            if state.pop("made by", None) != _version():
+                raise ValueError("it was made by another version of Everlearn or torch")
             return state
         except FileNotFoundError:
             return None
@@ -140,3 +165,13 @@ class Checkpoints:
 
     def _path(self, task: int, step: int) -> Path:
         return self.folder / f"{task:06}-{step:09}.checkpoint"
+
+
+@cache
+def _version() -> list[str]:
+    """Of torch, and of the code here to the last letter: another might go on in another way."""
+    files = sorted(Path(everlearn.__file__).parent.rglob("*.py"))
+    return [
+        str(torch.__version__),
+        hashlib.blake2b(b"".join(f.read_bytes() for f in files), digest_size=16).hexdigest(),
+    ]

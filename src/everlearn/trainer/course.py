@@ -18,9 +18,9 @@ from everlearn.stream import Split, Stream, Task
 from everlearn.trainer.checkpoints import Checkpoints, State
 from everlearn.trainer.evaluation import evaluate
 from everlearn.trainer.lesson import Lesson
-from everlearn.trainer.optimizers import rebuilt, written
 from everlearn.trainer.tracking import Journal
 from everlearn.trainer.training import OptimizerFactory, Training, device_of
+from everlearn.trainer.written import load_model, model_state, rebuilt, written
 
 
 class Course:
@@ -120,7 +120,7 @@ class Course:
             "initial": self.initial,
             "seconds": dict(clock.seconds),
             "told": self.journal.step,
-            "model": self.model.state_dict(),
+            "model": model_state(self.model),
             "method": self.method.state_dict(),
             "optimizer": None if live is None else written(live, self._made, self.model, self.method),
             "random": pack(states(self._device)),
@@ -129,7 +129,7 @@ class Course:
     def _go_on(self, start: State | None, within: State | None) -> None:
         """As the task found the course; what was learned of it comes when it is trained."""
         if start is not None:
-            self.model.load_state_dict(start["model"])
+            load_model(self.model, start["model"])
             self.method.load_state_dict(start["method"])
             if start["optimizer"] is not None:
                 self._made = start["optimizer"]["made"]

@@ -21,7 +21,6 @@ from everlearn.cost import Clock
 from everlearn.method import Method
 from everlearn.seeds import restore, unpack
 from everlearn.stream import Task, as_task
-from everlearn.trainer.optimizers import rebuilt
 from everlearn.trainer.training import (
     OptimizerFactory,
     Precision,
@@ -31,6 +30,7 @@ from everlearn.trainer.training import (
     device_of,
     hide_bar,
 )
+from everlearn.trainer.written import load_model, rebuilt
 
 
 @dataclass
@@ -122,7 +122,7 @@ class Lesson:
         with self.clock("consolidate"):
             method.begin_task(model, task)
         if resumed is not None:
-            model.load_state_dict(resumed["model"])
+            load_model(model, resumed["model"])
             method.load_state_dict(resumed["method"])
             method.resume(model, task)
         self._learning = [p for p in [*model.parameters(), *method.parameters()] if p.requires_grad]
@@ -135,7 +135,8 @@ class Lesson:
         if resumed is not None:
             self._go_on(resumed)
         self._device = self._learning[0].device
-        distributed.same([*model.parameters(), *model.buffers(), *method.parameters()])
+        if resumed is None:
+            distributed.same([*model.parameters(), *model.buffers(), *method.parameters()])
         self._stepped = [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def _go_on(self, resumed: dict[str, Any]) -> None:
@@ -181,8 +182,7 @@ class Lesson:
             self.loss = self._gradient(batch)
         except (RuntimeError, ValueError) as error:
             raise explain_error(error, self.task, batch, first=first) from error
-        weight = method.counted if self.training.accumulate == 1 else batch.weight
-        self.loss = distributed.average_gradients(self._learning, weight, self.loss)
+        self.loss = distributed.average_gradients(self._learning, batch.weight, self.loss)
         if not math.isfinite(self.loss):
             raise FloatingPointError(explain_loss(self.loss, self.task, self.step + 1, batch, model))
         method.pull(model)

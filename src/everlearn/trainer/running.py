@@ -6,6 +6,7 @@ import copy
 import operator
 import os
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -90,41 +91,41 @@ def run(
     training = Training(epochs, iterations, batch_size, seed, scheduler, clip, accumulate, precision, progress)
     with seeded(derive(seed, "model"), None if device is None else torch.device(device)):
         model, method = build(make_model, stream).to(device), copy.deepcopy(method)
-        config = configuration(stream, method, model, training, optimizer, keep_optimizer, split)
+        config = agreed(configuration(stream, method, model, training, optimizer, keep_optimizer, split))
         if folder is not None and not force:
-            done = _whole(path := folder / file_name(config))
-            if agreed(done is not None):
-                return done or Result.load(path)
+            done: Result | None = agreed(_whole(folder / file_name(config)) if rank() == 0 else None)
+            if done is not None:
+                return done
         saver = _checkpoints(folder, config, stream, checkpoint)
         if saver is not None and force:
             saver.clear()
-        first = rank() == 0
-        made, journal, result = provenance(), Journal(trackers if first else ()), None
-        journal.start(config)
-        try:
-            course = Course(model, method, stream, training, optimizer, keep_optimizer, split, journal, saver)
-            with tqdm(
-                total=len(stream),
-                initial=course.at,
-                desc=label(method),
-                unit="task",
-                leave=False,
-                disable=hide_bar(progress),
-            ) as bar:
-                while course.at < len(stream):
-                    course.train()
-                    course.close()
-                    bar.update()
-                    if course.rows:
-                        bar.set_postfix_str(f"so far {amount(course.so_far, config['score'])}")
-            result = course.result(config, made)
-        finally:
-            journal.finish(result)
-    if folder is not None and first:
-        result.save(folder)
-    if saver is not None:
-        saver.clear()
+        made, journal, result = provenance(), Journal(trackers if rank() == 0 else ()), None
+        with nullcontext() if saver is None else saver.alone():
+            journal.start(config)
+            try:
+                course = Course(model, method, stream, training, optimizer, keep_optimizer, split, journal, saver)
+                _go_through(course, label(method), progress, config["score"])
+                result = course.result(config, made)
+            finally:
+                journal.finish(result)
+            if folder is not None and rank() == 0:
+                result.save(folder)
+            agreed(None)  # or the others would forget where they were before the result is there
+            if saver is not None:
+                saver.clear()
     return result
+
+
+def _go_through(course: Course, name: str, progress: bool | None, score: str) -> None:
+    """All tasks that are left."""
+    tasks, hidden = len(course.stream), hide_bar(progress)
+    with tqdm(total=tasks, initial=course.at, desc=name, unit="task", leave=False, disable=hidden) as bar:
+        while course.at < tasks:
+            course.train()
+            course.close()
+            bar.update()
+            if course.rows:
+                bar.set_postfix_str(f"so far {amount(course.so_far, score)}")
 
 
 def _checkpoints(

@@ -1,4 +1,4 @@
-"""Optimizers written down by the names of what they move, so that they outlive their process."""
+"""Models and optimizers written down by the names of their tensors, so that they outlive their process."""
 
 from __future__ import annotations
 
@@ -10,6 +10,20 @@ from torch.optim import Optimizer
 
 from everlearn.method import Method
 from everlearn.trainer.training import OptimizerFactory
+
+
+def model_state(model: nn.Module) -> dict[str, Any]:
+    """All of a model that training can change, also buffers that it does not mean to save."""
+    state = model.state_dict()
+    return {"state": state, "passing": {n: b for n, b in model.named_buffers() if n not in state}}
+
+
+def load_model(model: nn.Module, content: dict[str, Any]) -> None:
+    """Give a model that state."""
+    model.load_state_dict(content["state"])
+    with torch.no_grad():
+        for name, value in content["passing"].items():
+            model.get_buffer(name).copy_(value)
 
 
 def written(optimizer: Optimizer, made: int, model: nn.Module, method: Method) -> dict[str, Any]:
