@@ -30,7 +30,7 @@ def test_python_examples_run_from_top_to_bottom(page, tmp_path, monkeypatch, req
 
 SMALL = {
     "intents": ["class", "er", "2", "32"],
-    "perplexity": ["1"],
+    "perplexity": ["1", "200"],
 }  # examples that want real text, and their smallest size
 
 

@@ -317,10 +317,10 @@ def killing(monkeypatch, at):
     """Let everything end before the n-th of all writes, counted from 0."""
     written, write = [], atomic.write
 
-    def dying(path, content, mode=0o644):
+    def dying(path, *content, mode=0o644):
         if len(written) == at:
             raise Killed
-        write(path, content, mode)
+        write(path, *content, mode=mode)
         written.append(path.name)
 
     monkeypatch.setattr(atomic, "write", dying)
