@@ -35,7 +35,7 @@ METHODS = {
 KILLS = 50
 
 
-def learn(make, folder, every, stream=None, iterations=300, batch_size=32, hidden=(100, 100)):
+def learn(make, folder, every, stream=None, iterations=100, batch_size=32, hidden=(100, 100)):
     """A run in this process; its weights beside its result."""
     made = []
 
@@ -54,7 +54,7 @@ def child(make, folder, seconds=None):
     if not (pid := os.fork()):
         code = 1
         try:
-            learn(make, folder, Every(steps=50))
+            learn(make, folder, Every(steps=20))
             code = 0
         finally:
             os._exit(code)
@@ -88,12 +88,15 @@ def kills():
             name = min(counts, key=counts.get)
             place = Path(folder) / f"{name} {done}"
             killed = 0
-            while child(METHODS[name], place, rng.uniform(0, wholes[name])) and not (place / "weights.pt").exists():
+            while killed < 8 and child(METHODS[name], place, rng.uniform(0, wholes[name])):
                 killed += 1
+            if not (place / "weights.pt").exists():
+                child(METHODS[name], place)
             counts[name] += killed
             done += killed
             exact += killed * same(Path(folder) / name, place)
             bar.update(killed)
+            print(f"{done} kills, {exact} exact", flush=True)
     print(f"{done} kills ({', '.join(f'{n} {c}' for n, c in counts.items())}): {exact} exact resumes")
 
 
@@ -101,7 +104,7 @@ def overhead():
     """A network 784-400-400-10 in three tasks of 300 steps, batch 128; side by side, many times, in turns."""
     x, y = torch.rand(6000, 784), torch.arange(6000) % 6
     stream = streams.split((x, y), (x[:600], y[:600]), tasks=3, scenario="task")
-    settings = {"stream": stream, "batch_size": 128, "hidden": (400, 400)}
+    settings = {"stream": stream, "iterations": 300, "batch_size": 128, "hidden": (400, 400)}
     with tempfile.TemporaryDirectory() as folder:
         for name, make in METHODS.items():
             ratios = []
