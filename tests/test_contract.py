@@ -59,7 +59,7 @@ def fresh(request, small_net, small_stream):
     return make
 
 
-@pytest.mark.parametrize("scenario", ["task", "domain", "class"])
+@pytest.mark.parametrize("scenario", ["task", pytest.param("domain", marks=pytest.mark.slow), "class"])
 @pytest.mark.parametrize("name", NAMES)
 def test_own_loop_equals_trainer_bit_for_bit(name, scenario, fresh):
     (a, stream), (b, again) = fresh(scenario), fresh(scenario)

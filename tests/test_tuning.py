@@ -242,7 +242,7 @@ def test_side_by_side_a_trial_is_what_it_is_alone(tmp_path):
         alone = everlearn.run(net, EWC(**trial.values), digits(), epochs=2, batch_size=32, split="valid")
         assert trial.score == alone.average_accuracy
     more = tune(net, EWC(), digits(), trials=8, workers=2, out=tmp_path / "pair", **settings)
-    assert [str(t) for t in more.trials[:6]] == [str(t) for t in pair.trials]
+    assert {str(t) for t in pair.trials} <= {str(t) for t in more.trials} and len(more.trials) == 8
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="trials side by side are forked")

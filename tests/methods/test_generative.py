@@ -88,6 +88,7 @@ def test_the_past_stays_as_it_was():
     assert any(not torch.equal(v, method.weights[n]) for n, v in kept.items()), "the generator goes on learning"
 
 
+@pytest.mark.slow
 def test_old_digits_are_kept_without_any_of_them():
     stream = streams.digits("class", tasks=2)
     accuracy = {}
