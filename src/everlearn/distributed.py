@@ -7,7 +7,8 @@ by a wrapper that was made before it. With one process all of this does nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,16 +26,10 @@ def rank() -> int:
     return dist.get_rank() if world() > 1 else 0
 
 
-@torch.no_grad()
 def add_up(tensors: Iterable[Tensor]) -> None:
     """Each tensor becomes the sum over all processes, in place."""
-    if world() == 1:
-        return
-    for kind in _by_kind(tensors):
-        flat = torch.cat([t.flatten() for t in kind])
-        dist.all_reduce(flat)
-        for t, value in zip(kind, flat.split([t.numel() for t in kind]), strict=True):
-            t.copy_(value.view_as(t))
+    if world() > 1:
+        _at_once(tensors, dist.all_reduce)
 
 
 def total(number: float) -> float:
@@ -45,14 +40,10 @@ def total(number: float) -> float:
     return float(together)
 
 
-@torch.no_grad()
 def same(tensors: Iterable[Tensor]) -> None:
     """Each tensor becomes what the first process has, in place."""
-    for kind in _by_kind(tensors) if world() > 1 else ():
-        flat = torch.cat([t.flatten() for t in kind])
-        dist.broadcast(flat, 0)
-        for t, value in zip(kind, flat.split([t.numel() for t in kind]), strict=True):
-            t.copy_(value.view_as(t))
+    if world() > 1:
+        _at_once(tensors, partial(dist.broadcast, src=0))
 
 
 def agreed(thing: Any) -> Any:
@@ -99,8 +90,13 @@ def own_share(order: Tensor, size: int) -> Tensor:
     return torch.cat([some.tensor_split(world())[rank()] for some in batches])
 
 
-def _by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+@torch.no_grad()
+def _at_once(tensors: Iterable[Tensor], exchange: Callable[[Tensor], object]) -> None:
+    """One message for all tensors of a kind, instead of one each."""
     kinds: dict[Any, list[Tensor]] = {}
     for t in tensors:
         kinds.setdefault((t.dtype, t.device), []).append(t)
-    return list(kinds.values())
+    for kind in kinds.values():
+        exchange(flat := torch.cat([t.flatten() for t in kind]))
+        for t, value in zip(kind, flat.split([t.numel() for t in kind]), strict=True):
+            t.copy_(value.view_as(t))
