@@ -176,9 +176,8 @@ class Job:
 
     def checkpoint(self) -> Any:
         """The same again, which goes on."""
-        from submitit.helpers import DelayedSubmission
-
-        return DelayedSubmission(Job(self.cell, self.threads, False))
+        helpers: Any = needs("submitit.helpers", "slurm", "--cluster slurm")
+        return helpers.DelayedSubmission(Job(self.cell, self.threads, False))
 
 
 def _brought_home(todo: Sequence[Cell], outcomes: Iterator[tuple[int, Outcome]]) -> Iterator[tuple[int, Outcome]]:
