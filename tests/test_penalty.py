@@ -27,7 +27,7 @@ from everlearn import (
     streams,
     train,
 )
-from everlearn.curvature import fisher
+from everlearn.curvature import Diagonal, fisher
 from everlearn.method import label
 from everlearn.params import named, snapshot
 
@@ -272,6 +272,29 @@ def test_importances_in_half_precision(kind):
     )
     learn_on = train(model, method, data(), epochs=1, batch_size=8)
     assert learn_on.loss < 100
+
+
+@pytest.mark.parametrize("online", [False, True])
+def test_sums_of_halved_importances_are_right_on_average(online):
+    settings = {"mode": "online", "decay": 0.999} if online else {}
+    model, method = nn.Linear(100, 20), EWC(1.0, half=True, **settings)
+    new = {n: torch.rand_like(p) + 0.5 for n, p in named(model).items()}
+    for _ in range(1000):  # to the nearest, a sum of ones ends at 256, and times 0.999 is nothing
+        method.consolidate(model, new)
+    exact = sum(0.999**k for k in range(1000)) if online else 1000.0
+    found = method.bowl.form.values["weight"].float() / new["weight"]
+    assert found.mean() == pytest.approx(exact, rel=0.005)  # of 2000, each with a deviation of 4 %
+    torch.testing.assert_close(found, torch.full_like(found, exact), rtol=0.3, atol=0)
+
+
+def test_halving_is_exact_where_it_can_be_and_the_same_again():
+    value = torch.tensor([0.0, 1.0, 1.5, 2.0**-120, 1 + 2.0**-9])
+    drawn = torch.stack([Diagonal({"w": value}).halved(seed).values["w"] for seed in range(400)])
+    assert drawn.dtype == torch.bfloat16
+    assert (drawn[:, :4].float() == value[:4]).all()
+    assert set(drawn[:, 4].tolist()) == {1.0, 1 + 2.0**-7}
+    assert drawn[:, 4].float().mean().item() == pytest.approx(1 + 2.0**-9, abs=7e-4)  # four deviations
+    assert torch.equal(drawn[7], Diagonal({"w": value}).halved(7).values["w"])
 
 
 @pytest.mark.parametrize("kind", ANCHORED)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Real
 
@@ -105,6 +105,40 @@ def corner(tensor: Tensor, shape: Sequence[int]) -> Tensor:
 def wide(tensor: Tensor) -> torch.dtype:
     """What to sum in: at least float32, because a long sum in half precision stops growing."""
     return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether processes have shares of it (``fully_shard``): a DTensor, by what it can do, since its module takes long to import."""
+    return hasattr(tensor, "full_tensor")
+
+
+def sharded_like(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """This process's share of a tensor that it has whole, where the parameter is sharded."""
+    if not is_sharded(parameter) or is_sharded(tensor):
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+    return distribute_tensor(tensor, mesh, placements, src_data_rank=None)
+
+
+def on_shares(function: Callable[[Tensor], Tensor], sharded: Tensor) -> Tensor:
+    """A function of each number for itself, of every process's share."""
+    local, mesh, placements = sharded.to_local(), sharded.device_mesh, sharded.placements  # type: ignore[attr-defined]
+    facts = {"run_check": False, "shape": sharded.shape, "stride": sharded.stride()}
+    return type(sharded).from_local(function(local), mesh, placements, **facts)  # type: ignore[attr-defined, no-any-return]
+
+
+def inner(a: Tensor, b: Tensor) -> Tensor:
+    """aᵀ b, over all processes where these have shares.
+
+    >>> import torch
+    >>> inner(torch.ones(2, 2), torch.full((2, 2), 3.0))
+    tensor(12.)
+    """
+    if is_sharded(a):
+        return (a * b).sum().full_tensor()  # type: ignore[attr-defined, no-any-return]
+    return torch.dot(a.reshape(-1), b.reshape(-1))
 
 
 def check_finite(parameters: Mapping[str, Tensor]) -> None:

@@ -11,7 +11,7 @@ from everlearn.batch import Batch
 from everlearn.curvature.diagonal import Diagonal
 from everlearn.curvature.quadratic import FORMS, Form, Quadratic, total
 from everlearn.method import Method
-from everlearn.params import Params, check_finite, matching, named, named_with_frozen
+from everlearn.params import Params, check_finite, is_sharded, matching, named, named_with_frozen, sharded_like
 
 HELD = "holding parameters does not bring the outputs of old classes back up against new ones"
 
@@ -29,8 +29,8 @@ class QuadraticPenalty(Method):
     Args:
         only: which parameters are held: a pattern such as ``"backbone.*"``, or patterns with weights, the last match
             counting: ``{"*": 1.0, "head.*": 0.0, "stem.*": 10.0}``. By default all.
-        half: keep importances in bfloat16, at half the memory; θ* stays exact. Sums of many tasks are rounded to 8 bits at
-            every one, so that after some two hundred equal ones they no longer grow.
+        half: keep importances in bfloat16, at half the memory; θ* stays exact. They are rounded up or down at random, so that
+            sums over many tasks are right on average: rounded to the nearest, they would stop to grow after some two hundred.
         offload: keep importances and θ* on the CPU, for a model that fills its device.
     """
 
@@ -41,6 +41,8 @@ class QuadraticPenalty(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.bowl = Quadratic()
+        if self.half:
+            self.roundings = 0  # each of which draws anew, also after a restart
 
     def penalty(self, model: nn.Module, batch: Batch | None = None, out: Tensor | None = None) -> Tensor | float:
         """The pull back to θ*; nothing before the first task has ended."""
@@ -60,7 +62,7 @@ class QuadraticPenalty(Method):
     def facts(self) -> dict[str, float]:
         """How the importances, times their strength, are distributed: quantiles, of a million of them where there are more."""
         form = self._holding().form if self.bowl.anchor else None
-        if not isinstance(form, Diagonal) or not form.values:
+        if not isinstance(form, Diagonal) or not form.values or any(map(is_sharded, form.values.values())):
             return {}
         every = sum(v.numel() for v in form.values.values())
         some = torch.cat([v.detach().flatten()[:: 1 + every // 10**6].float().cpu() for v in form.values.values()])
@@ -77,7 +79,7 @@ class QuadraticPenalty(Method):
         form, here = self._selected(model, importance)
         form = form * scale
         if self.bowl.anchor and decay:
-            form = total(self.bowl.form * decay, form)
+            form = total(self._exact() * decay, form)
         self.bowl.move(self._stored(form), here)
 
     def _selected(self, model: nn.Module, importance: Form | Params) -> tuple[Form, Params]:
@@ -91,6 +93,8 @@ class QuadraticPenalty(Method):
                 f"{type(importance).__name__}."
             )
         parameters, known = named(model), named_with_frozen(model)
+        if any(map(is_sharded, known.values())):
+            form = _sharded(form, known)
         weights = matching(known, self.only)
         _check(form, known, parameters)
         if not form.names & set(weights) and weights.keys() & parameters.keys():  # or all that is to be held is frozen
@@ -107,7 +111,20 @@ class QuadraticPenalty(Method):
 
     def _stored(self, form: Form) -> Form:
         """The form as it is to be kept."""
-        return form.to(dtype=torch.bfloat16) if self.half else form
+        if not self.half or not isinstance(form, Diagonal):
+            return form
+        self.roundings += 1
+        return form.halved(self.roundings)
+
+    def _exact(self) -> Form:
+        """The form that is kept, as it is to be reckoned with: a product in bfloat16 would be rounded to the nearest."""
+        return self.bowl.form.to(dtype=torch.float32) if self.half else self.bowl.form
+
+
+def _sharded(form: Form, parameters: Params) -> Form:
+    if not isinstance(form, Diagonal):
+        raise TypeError(f"A {type(form).__name__} form is of whole layers; sharded parameters take importances each.")
+    return Diagonal({n: sharded_like(v, parameters[n]) if n in parameters else v for n, v in form.values.items()})
 
 
 def _check(form: Form, known: Params, parameters: Params) -> None:

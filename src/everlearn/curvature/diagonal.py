@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everlearn.params import Params, grown
+from everlearn.params import Params, grown, is_sharded, on_shares
 
 
 @dataclass(eq=False, repr=False)
@@ -74,6 +74,10 @@ class Diagonal:
         """Kept elsewhere, or in another precision."""
         return Diagonal({n: v.to(device, dtype) for n, v in self.values.items()})
 
+    def halved(self, seed: int) -> Diagonal:
+        """In bfloat16, each number up or down at random so that on average it is itself: a sum of many small ones goes on growing."""
+        return Diagonal({n: _halved(v, (seed << 20) + i) for i, (n, v) in enumerate(self.values.items())})
+
     def __add__(self, other: Diagonal) -> Diagonal:
         if not isinstance(other, Diagonal):
             return NotImplemented
@@ -118,6 +122,16 @@ def grown_sum(a: Tensor, b: Tensor) -> Tensor:
 def sizes(values: Params) -> str:
     """Shapes for people, instead of thousands of numbers."""
     return ", ".join(f"{n} {'×'.join(map(str, v.shape)) or 'scalar'}" for n, v in values.items())
+
+
+def _halved(value: Tensor, seed: int) -> Tensor:
+    """The upper half of the bits, after a number below the lower half's end was added to it: stochastic rounding."""
+    if is_sharded(value):
+        return on_shares(lambda share: _halved(share, seed), value)
+    bits = value.float().view(torch.int32)
+    draw = torch.Generator(bits.device).manual_seed(seed)
+    noise = torch.randint(2**16, bits.shape, generator=draw, device=bits.device, dtype=torch.int32)
+    return noise.add_(bits).bitwise_and_(-(2**16)).view(torch.float32).bfloat16()
 
 
 def merged(a: dict[str, Any], b: dict[str, Any], join: Callable[[Any, Any], Any]) -> dict[str, Any]:

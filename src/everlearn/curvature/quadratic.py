@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from everlearn.curvature.diagonal import Diagonal, on
 from everlearn.curvature.full import Full
 from everlearn.curvature.kronecker import Kronecker
-from everlearn.params import Params, corner, grown, remembered, wide
+from everlearn.params import Params, corner, grown, inner, remembered, wide
 
 Form = Diagonal | Kronecker | Full
 FORMS: dict[str, type[Form]] = {"diagonal": Diagonal, "kronecker": Kronecker, "full": Full}
@@ -174,5 +174,5 @@ def _grad(parameter: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _dot(a: Params, b: Params) -> Tensor:
-    parts = [torch.dot(a[n].reshape(-1).to(p.dtype), p.reshape(-1)) for n, p in b.items()]
+    parts = [inner(a[n].to(p.dtype), p) for n, p in b.items()]
     return torch.stack([on(part, parts[0]) for part in parts]).sum() if parts else torch.zeros(())

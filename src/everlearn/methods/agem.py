@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from everlearn.fields import Range
-from everlearn.params import wide
+from everlearn.params import inner, wide
 from everlearn.replay import Replay, gradient_on
 from everlearn.traits import Traits
 
@@ -63,4 +63,4 @@ def project(g: list[Tensor], reference: list[Tensor]) -> list[Tensor]:
 
 
 def _dot(a: list[Tensor], b: list[Tensor]) -> Tensor:
-    return torch.stack([torch.dot(x.flatten(), y.flatten()) for x, y in zip(a, b, strict=True)]).sum()
+    return torch.stack([inner(x, y) for x, y in zip(a, b, strict=True)]).sum()

@@ -117,7 +117,7 @@ class EWC(QuadraticPenalty):
         if self.mode == "separate":
             self.bowl.add(form.damped(self.prior) if self.prior and not self.tasks else form, here)
         else:
-            self.bowl.move(form if not self.tasks else total(self.bowl.form * self.decay, form), here)
+            self.bowl.move(form if not self.tasks else total(self._exact() * self.decay, form), here)
         if isinstance(self.bowl.form, Kronecker):
             self.bowl.form = self.bowl.form.compact(self.pairs)
         self.bowl.form = self._stored(self.bowl.form)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 import torch
@@ -70,6 +70,9 @@ class GenerativeReplay(Method):
         self.draws = 0
         self._generator: VAE | None = None
         self._past: VAE | None = None
+        self._new = 0  # how many examples a batch has before what is made up: x′, and what the model has said to it
+        self._dream: Tensor | None = None
+        self._said: Tensor | None = None
 
     def begin_task(self, model: nn.Module, task: Any) -> None:
         """The generator and the model as the last task left them become the source of what is replayed."""
@@ -84,9 +87,19 @@ class GenerativeReplay(Method):
         """The generator's."""
         return [] if self._generator is None else list(self._generator.parameters())
 
+    def join(self, batch: Batch) -> Batch:
+        """The batch, and inputs that the generator makes up, which have no labels yet: one pass costs less than two."""
+        if not self.teacher:
+            return batch
+        self._new, self._dream = len(batch), self._made_up(batch)
+        return replace(batch, x=torch.cat([batch.x, self._dream]))
+
     def task_loss(self, batch: Batch, out: Tensor) -> Tensor:
         """The share of the current task."""
-        return batch.loss(out) * self._share() if self.teacher else batch.loss(out)
+        if self._dream is None:
+            return batch.loss(out)
+        self._said = out[self._new :]
+        return self._share() * batch[: self._new].loss(out[: self._new])
 
     def penalty(self, model: nn.Module, batch: Batch | None = None, out: Tensor | None = None) -> Tensor | float:
         """What is replayed, and the generator's own lesson."""
@@ -99,14 +112,15 @@ class GenerativeReplay(Method):
         noise = self._noise(len(batch), batch.x)
         if not self.teacher:
             return self._generator.loss(batch.x, noise)
-        share, past = self._share(), self._before(model)
-        x = past.sample(self._noise(self.size or len(batch), batch.x))
-        both, noise = (
-            torch.cat([batch.x, x]),
-            torch.cat([noise, self._noise(len(x), x)]),
-        )  # one pass costs less than two
+        share, x, said = self._share(), self._dream, self._said
+        self._dream = self._said = None
+        if x is None or said is None:  # asked for the penalty alone
+            x = self._made_up(batch)
+            said = model(x)
+        both, noise = torch.cat([batch.x, x]), torch.cat([noise, self._noise(len(x), x)])
         weights = [x.new_full((len(batch),), share / len(batch)), x.new_full((len(x),), (1 - share) / len(x))]
-        return self._generator.loss(both, noise, torch.cat(weights)) + (1 - share) * self._replayed(model, batch, x)
+        replayed = self._replayed(batch, x, answer(model, self.teacher, x), said)
+        return self._generator.loss(both, noise, torch.cat(weights)) + (1 - share) * replayed
 
     def end_task(self, model: nn.Module, task: Any) -> None:
         """Remember the model and its generator as they are."""
@@ -131,10 +145,15 @@ class GenerativeReplay(Method):
         if self.weights:
             self._generator = self._vae(self.weights)
 
-    def _replayed(self, model: nn.Module, batch: Batch, x: Tensor) -> Tensor:
+    def _made_up(self, batch: Batch) -> Tensor:
+        """Inputs from the generator as it was before this task."""
+        if self._past is None:
+            self._past = self._vae(self.teacher["generator"]).requires_grad_(False)
+        return self._past.sample(self._noise(self.size or len(batch), batch.x))
+
+    def _replayed(self, batch: Batch, x: Tensor, target: Tensor, out: Tensor) -> Tensor:
         if not isinstance(batch.likelihood, Categorical):
             raise TypeError(f"Generative replay is about classes; {batch.likelihood} has none: use ER.")
-        target, out = answer(model, self.teacher, x), model(x)
         if out.dim() != 2:
             raise TypeError(
                 f"Generative replay needs one row of outputs per input, got outputs of shape {tuple(out.shape)}."
@@ -163,11 +182,6 @@ class GenerativeReplay(Method):
         self.draws += 1
         source = generator(distributed.rank(), "generative", self.draws)
         return torch.randn(rows, self.latent, generator=source).to(like)
-
-    def _before(self, model: nn.Module) -> VAE:
-        if self._past is None:
-            self._past = self._vae(self.teacher["generator"]).requires_grad_(False)
-        return self._past
 
     def _build(self, model: nn.Module, task: Any) -> VAE:
         """A generator for this task's inputs."""

@@ -27,7 +27,7 @@ from everlearn.curvature.persample.statistics import Elementwise, Statistic
 from everlearn.curvature.persample.tap import Tap
 from everlearn.curvature.persample.tapped import Plan, Tapped
 from everlearn.data import Batches
-from everlearn.params import Params, evaluating, named, unwrap
+from everlearn.params import Params, evaluating, is_sharded, named, unwrap
 from everlearn.seeds import seeded
 from everlearn.stream import Task
 
@@ -50,6 +50,11 @@ class PerExample:
         self.plan: Plan | None = None
         if not self.parameters:
             raise ValueError(f"{type(self.model).__name__} has no trainable parameters to take gradients of.")
+        if any(map(is_sharded, self.parameters.values())):
+            raise ValueError(
+                "No process has these parameters whole (FSDP), which gradients of single examples need: take the importance of a "
+                "copy that is not sharded and hand it over, method.consolidate(model, importance), or use SI, which needs none."
+            )
 
     def chunk(self, task: Task) -> int:
         """How many examples go through the model best at once: as many as fit 8 MB, where caches still help; 64 to 512."""
