@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 import warnings
+from itertools import count
 from pathlib import Path
 from statistics import median
 
@@ -84,9 +85,11 @@ def kills():
             child(make, Path(folder) / name)
             wholes[name] = time.perf_counter() - begun
         counts = dict.fromkeys(METHODS, 0)
-        while done < KILLS:
+        for attempt in count():
+            if done >= KILLS:
+                break
             name = min(counts, key=counts.get)
-            place = Path(folder) / f"{name} {done}"
+            place = Path(folder) / f"{name} {attempt}"  # always a new one
             killed = 0
             while killed < 8 and child(METHODS[name], place, rng.uniform(0, wholes[name])):
                 killed += 1

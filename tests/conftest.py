@@ -1,12 +1,16 @@
 import importlib.util
 import io
 import os
+import signal
 import sys
+import time
+import traceback
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import everlearn
 from everlearn import nets, streams
@@ -51,6 +55,75 @@ def small_net():
 def _some_digits():
     (x, y), (x_test, y_test) = streams.digits_data()
     return (x[:500], y[:500]), (x_test[:200], y_test[:200])
+
+
+@pytest.fixture
+def two(tmp_path):
+    """Call a function in two processes of one group; what each returns."""
+    if not hasattr(os, "fork") or not dist.is_gloo_available():
+        pytest.skip("needs fork and gloo")
+
+    def call(function):
+        children = []
+        for rank in range(2):
+            if not (pid := os.fork()):
+                code = 1
+                try:
+                    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=rank, world_size=2)
+                    torch.save(function(), tmp_path / f"{rank}.pt")
+                    dist.barrier()
+                    code = 0
+                except BaseException:  # noqa: BLE001 - told, and the other process is not waited for
+                    traceback.print_exc()
+                finally:
+                    os._exit(code)  # the parent's test session must not go on here
+            children.append(pid)
+        while children:
+            pid, status = next((ended for c in children if (ended := os.waitpid(c, os.WNOHANG))[0]), (0, 0))
+            if not pid:
+                time.sleep(0.005)
+                continue
+            children.remove(pid)
+            if status:  # the other one would wait for it
+                for other in children:
+                    os.kill(other, signal.SIGKILL)
+                    os.waitpid(other, 0)
+            assert status == 0
+        (tmp_path / "meet").unlink(missing_ok=True)
+        return [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2)]
+
+    return call
+
+
+@pytest.fixture
+def orphans(tmp_path):
+    """Call a function in a process that is killed when somebody it has started leaves a file named by its pid; whether they end too."""
+    if not Path("/proc/self/stat").exists():
+        pytest.skip("needs to see other processes")
+
+    def alive(pid):
+        stat = Path(f"/proc/{pid}/stat")
+        return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+    def wait_for(true, seconds=60):
+        end = time.monotonic() + seconds
+        while not true() and time.monotonic() < end:
+            time.sleep(0.05)
+        return true()
+
+    def call(function):
+        if not (pid := os.fork()):
+            try:
+                function()
+            finally:
+                os._exit(1)
+        assert wait_for(lambda: len(list(tmp_path.glob("pid *"))) == 2)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        started = [int(path.name.split()[1]) for path in tmp_path.glob("pid *")]
+        return wait_for(lambda: not any(map(alive, started)), 10)
+
+    return call
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-import traceback
+import warnings
 
 import numpy as np
 import pytest
@@ -33,7 +33,6 @@ from everlearn import (
 )
 from everlearn.trainer import Every
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork") or not dist.is_gloo_available(), reason="needs fork and gloo")
 METHODS = {
     "finetune": Method,
     "ewc": lambda: EWC(50.0),
@@ -50,39 +49,6 @@ METHODS = {
     "packnet": PackNet,
     "hat": HAT,
 }
-
-
-@pytest.fixture
-def two(tmp_path):
-    """Call a function in two processes of one group; what each returns."""
-
-    def call(function):
-        children = []
-        for rank in range(2):
-            if not (pid := os.fork()):
-                code = 1
-                try:
-                    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=rank, world_size=2)
-                    torch.save(function(), tmp_path / f"{rank}.pt")
-                    dist.barrier()
-                    code = 0
-                except BaseException:  # noqa: BLE001 - told, and the other process is not waited for
-                    traceback.print_exc()
-                finally:
-                    os._exit(code)  # the parent's test session must not go on here
-            children.append(pid)
-        while children:
-            pid, status = os.wait()
-            children.remove(pid)
-            if status:  # the other one would wait for it
-                for other in children:
-                    os.kill(other, signal.SIGKILL)
-                    os.waitpid(other, 0)
-            assert status == 0
-        (tmp_path / "meet").unlink(missing_ok=True)
-        return [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2)]
-
-    return call
 
 
 @pytest.fixture
@@ -229,7 +195,63 @@ def test_attached_beside_torch_s_own_wrapper(name, two, data):
             torch.testing.assert_close(other[n], weights[n], rtol=1e-6, atol=1e-6)
 
 
+def test_processes_may_begin_with_weights_of_their_own(two, data):
+    def learned():
+        torch.manual_seed(dist.get_rank())
+        model, method = nets.mlp((1, 8, 8), 10, hidden=(10,)), SI(10.0)
+        for task in streams.split(*data, tasks=2, scenario="task", class_order=range(10)):
+            everlearn.train(model, method, task, batch_size=16)
+        return [p.detach().clone() for p in model.parameters()]
+
+    one, other = two(learned)
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_a_loader_that_is_shared_out_already_is_taken_as_it_is(two, data):
+    (x, y), seen = data[0], []
+
+    class Watching(Method):
+        def observe(self, batch, out):
+            seen.extend(batch.x.flatten(1).sum(1).tolist())
+
+    def rows():
+        every = torch.utils.data.TensorDataset(x, y)
+        sampler = torch.utils.data.DistributedSampler(every)
+        loader = torch.utils.data.DataLoader(every, 16, sampler=sampler)
+        everlearn.train(nets.mlp((1, 8, 8), 10), Watching(), loader)
+        examples = sum(len(b) for b in everlearn.Task(loader).examples(16, shared=True))
+        return seen, examples
+
+    (one, few), (other, more) = two(rows)
+    assert sorted(one + other) == pytest.approx(sorted(x.flatten(1).sum(1).tolist()))
+    assert few == more == 160
+
+
+def test_a_checkpoint_that_one_process_cannot_write_is_none(two, data, tmp_path):
+    write = everlearn.atomic.write
+
+    def full(path, *content, **settings):
+        if path.suffix == ".checkpoint" and dist.get_rank() == 1 and "000000005" in path.name:
+            raise OSError(28, "No space left on device")
+        write(path, *content, **settings)
+
+    def learned():
+        everlearn.atomic.write = full
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            weights, *_ = learn(EWC, data, 16, out=tmp_path / "out", checkpoint=Every(5, None))
+        return weights, len(told)
+
+    whole = learn(EWC, data, 32)[0]
+    (one, quiet), (_, loud) = two(learned)
+    assert (quiet, loud) == (0, 2)
+    for n in whole:
+        torch.testing.assert_close(one[n], whole[n], rtol=1e-6, atol=1e-6)
+
+
 def test_together_they_go_on_after_a_kill(two, data, tmp_path):
+    early = ER(50)  # made before there are several
+
     def net(inputs, outputs):
         return nets.cnn(inputs, outputs, channels=(4, 8))
 
@@ -244,7 +266,7 @@ def test_together_they_go_on_after_a_kill(two, data, tmp_path):
 
     def once(deadly):
         everlearn.trainer.lesson.Lesson._take = dies if deadly else step
-        return learn(lambda: ER(50), data, 16, net, out=tmp_path / "out", checkpoint=Every(5, None))
+        return learn(lambda: early, data, 16, net, out=tmp_path / "out", checkpoint=Every(5, None))
 
     with pytest.raises(AssertionError):
         two(lambda: once(True))

@@ -238,6 +238,30 @@ def test_who_stops_listening_stops_the_runs(tmp_path):
     assert len(list(tmp_path.glob("began *"))) <= 4  # the two that were going on, and at most two more
 
 
+@dataclass(frozen=True)
+class Endless:
+    """A run that nobody waits for."""
+
+    folder: Path
+
+    def run(self, force):
+        (self.folder / f"pid {os.getpid()}").touch()
+        time.sleep(600)
+
+
+def test_workers_end_with_their_command(tmp_path, orphans):
+    code = (
+        "from pathlib import Path; from tests.test_reproduce import Endless, outcomes; "
+        f"list(outcomes([Endless(Path({str(tmp_path)!r}))] * 3, workers=2, threads=1))"
+    )
+
+    def command():  # in a process that has started none yet
+        os.chdir(Path(__file__).parents[1])
+        os.execv(sys.executable, [sys.executable, "-c", code])
+
+    assert orphans(command)
+
+
 def test_a_worker_that_dies_costs_its_own_run_alone(tmp_path):
     todo = [Slow("a", tmp_path, dies=9), Slow("b", tmp_path), Slow("c", tmp_path, dies=1), Slow("d", tmp_path)]
     ended = dict(outcomes(todo, workers=2, threads=1))

@@ -1,5 +1,6 @@
 """A run that was killed goes on where it was, and ends as if nothing had happened."""
 
+import errno
 import os
 import signal
 import time
@@ -144,15 +145,16 @@ def test_augmentation_and_epochs_are_found_again(outcome):
     assert equal(outcome(lambda: ER(30), **settings), outcome(lambda: ER(30), [9, 14], folder="killed", **settings))
 
 
-def test_a_loader_that_counts_its_passes_is_read_from_the_start(outcome):
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_loader_that_counts_its_passes_is_read_from_the_start(shared, outcome):
     (x, y), _ = streams.digits_data()
 
     def loaders():
-        tasks = []
+        tasks, one = [], torch.Generator().manual_seed(0)
         for classes in ((0, 1), (2, 3)):
             own = torch.isin(y, torch.tensor(classes)).nonzero().flatten()[:64]
             data = torch.utils.data.TensorDataset(x[own], y[own])
-            order = torch.Generator().manual_seed(classes[0])
+            order = one if shared else torch.Generator().manual_seed(classes[0])
             tasks.append((torch.utils.data.DataLoader(data, 16, shuffle=True, generator=order), (x[own], y[own])))
         return streams.from_tasks(tasks, scenario="domain", outputs=10)
 
@@ -194,16 +196,29 @@ def test_a_disk_without_room_does_not_end_a_run(outcome, monkeypatch):
 def test_a_checkpoint_of_other_code_is_passed_over(checkpoints, outcome, monkeypatch):
     monkeypatch.setattr("everlearn.trainer.checkpoints._version", lambda: ["other", "code"])
     with pytest.warns(UserWarning, match="another version"):
-        resumed = outcome(EWC)
-    assert equal(outcome(EWC, folder="whole"), resumed)
+        outcome(EWC, [9], left_there=True)
+    assert [p.stem for p in checkpoints[0].parent.glob("*.checkpoint")] == ["000000-000000005"], (
+        "its own, not the others"
+    )
+    assert equal(outcome(EWC, folder="whole"), outcome(EWC))
 
 
-def test_one_process_at_a_time(checkpoints, outcome):
+@pytest.mark.parametrize("force", [False, True])
+def test_one_process_at_a_time(force, checkpoints, outcome):
     with (
         everlearn.atomic.alone(checkpoints[0].parent / "lock"),
         pytest.raises(ValueError, match="Another process is at work"),
     ):
-        outcome(EWC)
+        outcome(EWC, force=force)
+    assert all(p.exists() for p in checkpoints)
+
+
+def test_a_disk_without_locks_is_no_reason_to_stop(outcome, monkeypatch):
+    def refuse(handle):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(everlearn.atomic, "_lock", refuse)
+    outcome(EWC)
 
 
 def test_what_an_online_stream_has_learned_is_kept(outcome, small_stream):
@@ -220,8 +235,16 @@ def checkpoints(outcome, tmp_path):
     return sorted(folder.glob("*.checkpoint"))
 
 
-def test_the_last_two_are_kept_and_what_they_need(checkpoints):
-    assert [p.name for p in checkpoints] == [f"000001-{n:09}.checkpoint" for n in (0, 5, 10)]
+def test_the_last_two_are_kept_and_one_of_the_task_before(checkpoints):
+    assert [p.stem for p in checkpoints] == ["000000-000000010", *(f"000001-{n:09}" for n in (0, 5, 10))]
+
+
+@pytest.fixture
+def tests_taken(monkeypatch):
+    """How often a run tests its model: once untrained, and after each task."""
+    taken, test = [], everlearn.trainer.course.Course._test
+    monkeypatch.setattr(everlearn.trainer.course.Course, "_test", lambda *a: taken.append(1) or test(*a))
+    return taken
 
 
 HARMS = {
@@ -233,15 +256,16 @@ HARMS = {
 
 
 @pytest.mark.parametrize(
-    ("harm", "torn"),
-    [*((harm, [2]) for harm in HARMS), ("truncated", [1, 2]), ("truncated", [0]), ("truncated", [0, 1, 2])],
+    ("harm", "torn", "tests"),
+    [*((harm, [3], 2) for harm in HARMS), ("a bit", [2, 3], 2), ("a bit", [1], 3), ("a bit", [0, 1, 2, 3], 4)],
     ids=str,
 )
-def test_a_damaged_checkpoint_is_passed_over(harm, torn, checkpoints, outcome):
+def test_a_damaged_checkpoint_is_passed_over(harm, torn, tests, checkpoints, outcome, tests_taken):
     for i in torn:
         checkpoints[i].write_bytes(HARMS[harm](checkpoints[i].read_bytes()))
     with pytest.warns(UserWarning, match="goes on from an earlier place"):
         resumed = outcome(EWC)
+    assert len(tests_taken) == tests, "it goes on from the last place that is whole"
     assert equal(outcome(EWC, folder="whole"), resumed)
 
 
@@ -271,12 +295,20 @@ def test_a_finished_run_leaves_its_result_alone(outcome, tmp_path):
     assert [p.suffix for p in (tmp_path / "out").iterdir()] == [".json"]
 
 
-def test_force_begins_anew(checkpoints, outcome, tmp_path, monkeypatch):
-    begun = []
-    test = everlearn.trainer.course.Course._test
-    monkeypatch.setattr(everlearn.trainer.course.Course, "_test", lambda *a: begun.append(1) or test(*a))
+def test_force_begins_anew(checkpoints, outcome, tests_taken):
     outcome(EWC, force=True)
-    assert len(begun) == 4  # untrained, and after each of three tasks
+    assert len(tests_taken) == 4
+
+
+def test_what_is_left_of_a_finished_run_is_taken_away(outcome, tmp_path):
+    _, result = outcome(EWC)
+    left = tmp_path / "out" / f"{everlearn.results.file_name(result.config).removesuffix('.json')}.checkpoints"
+    left.mkdir()
+    with everlearn.atomic.alone(left / "lock"):
+        outcome(EWC)
+        assert left.exists(), "another process works there"
+    outcome(EWC)
+    assert not left.exists()
 
 
 def test_what_cannot_go_on_as_it_was_begins_anew(small_stream, outcome, tmp_path):

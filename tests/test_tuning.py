@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from dataclasses import dataclass, fields
 from typing import Annotated, get_args, get_type_hints
 
@@ -261,6 +262,18 @@ def test_side_by_side_hopeless_ones_are_given_up_and_a_dead_process_is_tried_aga
     assert (tmp_path / "died").exists() and len(found.trials) == 10
     assert found.best.values["harm"] < 0.05
     assert any("given up after task" in t.why for t in found.trials)
+
+
+def test_trials_side_by_side_end_with_their_command(tmp_path, monkeypatch, orphans):
+    def endless(self, values, told):
+        (tmp_path / f"pid {os.getpid()}").touch()
+        time.sleep(600)
+
+    monkeypatch.setattr(Start, "learn", endless)
+    assert orphans(lambda: tune(net, EWC(), digits(), trials=4, training=TRAINING, out=tmp_path / "study", workers=2))
+    assert (tmp_path / "study" / "study.lock").exists()
+    monkeypatch.undo()
+    assert len(tune(net, EWC(), digits(), trials=2, training=TRAINING, out=tmp_path / "study").trials) >= 2
 
 
 def test_side_by_side_an_error_is_raised_here(tmp_path):

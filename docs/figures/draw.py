@@ -1,7 +1,10 @@
 """Draw the figures of the documentation: python docs/figures/draw.py [FOLDER]."""
 
+import csv
 import sys
+from collections import defaultdict
 from pathlib import Path
+from statistics import median
 
 import torch
 from matplotlib.figure import Figure
@@ -100,9 +103,30 @@ def importances():
     return histogram(fisher(model, task))
 
 
+def many_tasks():
+    """Two hundred tasks: what a step takes and what is kept, as ``benchmarks/many_tasks.py`` has measured it."""
+    found = defaultdict(list)
+    with (Path(__file__).parent / "many_tasks.csv").open(encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            found[row["method"]].append((int(row["task"]), float(row["step ms"]), float(row["state bytes"]) / 1e6))
+    figure = Figure(figsize=(9, 4.2), layout="constrained")
+    steps, kept = figure.subplots(1, 2)
+    for i, (name, rows) in enumerate(found.items()):
+        style = {"label": name, "color": f"C{i % 10}", "linestyle": ("-", "--")[i // 10], "linewidth": 1.3}
+        parts = [rows[k : k + 10] for k in range(0, len(rows), 10)]
+        steps.semilogy([part[-1][0] for part in parts], [median(r[1] for r in part) for part in parts], **style)
+        kept.semilogy([r[0] for r in rows], [r[2] or None for r in rows], **style)
+    steps.set_ylabel("milliseconds of a step")
+    kept.set_ylabel("MB kept by the method")
+    for axis in (steps, kept):
+        axis.set_xlabel("tasks")
+    figure.legend(*steps.get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=8)
+    return figure
+
+
 def main(folder):
     """Write all figures."""
-    for draw in (regression, empirical, importances):
+    for draw in (regression, empirical, importances, many_tasks):
         draw().savefig(Path(folder) / f"{draw.__name__}.svg", metadata={"Date": None})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import pickle
@@ -80,7 +81,7 @@ def locked(path: Path, stale: float = 60.0) -> Iterator[None]:
 def alone(path: Path) -> Iterator[bool]:
     """Inside, True where no other process is inside for the same file, however long that takes; False at once where one is.
 
-    The system frees such a lock when its process ends, in whatever way.
+    The system frees such a lock when its process ends, in whatever way. On disks that know no locks it is always True.
 
     Args:
         path: a file to lock, made if missing, and left there.
@@ -88,9 +89,10 @@ def alone(path: Path) -> Iterator[bool]:
     with path.open("ab") as file:
         try:
             _lock(file.fileno())
-        except OSError:
-            yield False
-            return
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES, errno.EDEADLK):
+                yield False
+                return
         yield True  # closing the file frees it
 
 

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from everlearn import distributed
 from everlearn.batch import Batch, ask
 from everlearn.likelihood import Categorical, Likelihood
+from everlearn.params import refuse_sharded
 
 if TYPE_CHECKING:
     from everlearn.method import Method
@@ -287,6 +288,7 @@ def _averaged(parameters: list[nn.Parameter], weight: float) -> Iterator[None]:
     if distributed.world() == 1 or not parameters:
         yield
         return
+    refuse_sharded(parameters, "What this method adds to a loop that it is attached to")
     before = [p.grad for p in parameters]
     for p in parameters:
         p.grad = None

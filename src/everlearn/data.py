@@ -151,6 +151,19 @@ class Batches:
             return sum(len(tree_leaves(as_rows(batch)[0])[0]) for batch in self.iterable)
         raise TypeError("An iterable of batches does not tell its length.")
 
+    @property
+    def shared_out(self) -> bool:
+        """Whether it gives every process its own share already: by a DistributedSampler, or what Accelerate puts in its place."""
+        samplers = [getattr(self.iterable, name, None) for name in ("sampler", "batch_sampler")]
+        samplers += [getattr(sampler, "sampler", None) for sampler in samplers]
+        return any(hasattr(s, "num_replicas") or hasattr(s, "num_processes") for s in samplers)
+
+    @property
+    def generators(self) -> set[int]:
+        """Which random generators of its own it draws from, by their ids."""
+        places = [self.iterable, getattr(self.iterable, "sampler", None), getattr(self.iterable, "batch_sampler", None)]
+        return {id(g) for place in places if (g := getattr(place, "generator", None)) is not None}
+
     def batches(self, size: int, order: Tensor | None, seed: int) -> Iterator[Rows]:
         """The iterable's own batches; whatever it draws at random (a DataLoader's order) follows the given seed."""
         batches: Iterator[Any] = iter(())

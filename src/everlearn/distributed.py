@@ -36,7 +36,7 @@ def total(number: float) -> float:
     """The sum over all processes."""
     if world() == 1:
         return number
-    add_up([together := torch.tensor([number], dtype=torch.float64)])
+    add_up([together := torch.tensor([number], dtype=torch.float64, device=_post())])
     return float(together)
 
 
@@ -71,7 +71,7 @@ def average_gradients(parameters: Sequence[Tensor], weight: float, loss: float) 
     if world() == 1:
         return loss
     has = [p.grad is not None for p in parameters]
-    facts = torch.tensor([weight, weight * loss, *has], dtype=torch.float64)
+    facts = torch.tensor([weight, weight * loss, *has], dtype=torch.float64, device=_post())
     dist.all_reduce(facts)
     whole = float(facts[0]) or 1.0
     moved = [p for p, count in zip(parameters, facts[2:].tolist(), strict=True) if count]
@@ -88,6 +88,11 @@ def own_share(order: Tensor, size: int) -> Tensor:
     """
     batches = [some[: len(some) // world() * world()] for some in order.split(size * world())]
     return torch.cat([some.tensor_split(world())[rank()] for some in batches])
+
+
+def _post() -> str:
+    """Where a message must be: NCCL takes none from the CPU."""
+    return "cuda" if dist.get_backend() == "nccl" else "cpu"
 
 
 @torch.no_grad()

@@ -40,7 +40,12 @@ def named(model: nn.Module) -> Params:
 
 def named_with_frozen(model: nn.Module) -> Params:
     """All parameters by name, frozen ones too."""
-    return {name.replace("_orig_mod.", ""): p for name, p in unwrap(model).named_parameters()}
+    inner = unwrap(model)
+    if hasattr(inner, "reshard"):  # FSDP leaves some whole after a forward pass
+        for reshard in [getattr(module, "reshard", None) for module in inner.modules()]:
+            if callable(reshard):
+                reshard()
+    return {name.replace("_orig_mod.", ""): p for name, p in inner.named_parameters()}
 
 
 def snapshot(model: nn.Module) -> Params:
@@ -110,6 +115,15 @@ def wide(tensor: Tensor) -> torch.dtype:
 def is_sharded(tensor: Tensor) -> bool:
     """Whether processes have shares of it (``fully_shard``): a DTensor, by what it can do, since its module takes long to import."""
     return hasattr(tensor, "full_tensor")
+
+
+def refuse_sharded(parameters: Iterable[Tensor], who: str) -> None:
+    """Say so where parameters would have to be whole."""
+    if any(map(is_sharded, parameters)):
+        raise ValueError(
+            f"{who} needs whole parameters, and these are sharded (FSDP): use SI or L2, or EWC and MAS with importances of a copy "
+            "that is not sharded."
+        )
 
 
 def sharded_like(tensor: Tensor, parameter: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from everlearn.batch import Batch, Transform
 from everlearn.fields import Range
 from everlearn.memory import Memory
 from everlearn.method import Method
-from everlearn.params import wide
+from everlearn.params import refuse_sharded, wide
 from everlearn.seeds import derive, seeded
 
 Rows = dict[str, Any]
@@ -76,6 +76,12 @@ class Replay(Method):
             )
         self.tasks, self._now, self._edited = self.tasks + 1, None, False
 
+    def load_state_dict(self, state: Rows) -> None:
+        """Take over a memory, of several processes each its share."""
+        if distributed.world() > 1 and not self.memory.seen:
+            self.memory = self.room()
+        super().load_state_dict(state)
+
     def columns(self, batch: Batch, out: Tensor) -> Rows:
         """What is kept of a batch."""
         t = torch.full((len(batch),), -1 - self.tasks) if batch.t is None else batch.t  # as no stream numbers its tasks
@@ -128,6 +134,7 @@ def gradient_on(model: nn.Module, parameters: list[nn.Parameter], batch: Batch |
     Of several processes each has a batch, or none: it is that of all their examples, and None where nobody has any. Running
     statistics are put back: they belong to the current task's batches.
     """
+    refuse_sharded(parameters, "The gradient of remembered examples")
     whole = distributed.total(0 if batch is None else len(batch))
     if not whole:
         return None

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from everlearn import atomic, metrics
+from everlearn.distributed import world
 
 FORMAT = 1
 
@@ -176,6 +177,7 @@ def provenance() -> dict[str, Any]:
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {"python": platform.python_version(), **{p: version(p) for p in packages}},
         "threads": torch.get_num_threads(),
+        "processes": world(),
         "platform": platform.platform(),
         "commit": _commit(os.getcwd()),
     }

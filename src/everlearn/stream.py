@@ -138,9 +138,8 @@ class Task:
             batches = source.batches(size, order, derive(0, split))
         elif isinstance(source, Batches):
             most = most if most is None else -(-most // distributed.world())
-            batches = islice(
-                source.batches(size, order, derive(0, split)), distributed.rank(), None, distributed.world()
-            )
+            turns = (0, None) if source.shared_out else (distributed.rank(), None, distributed.world())
+            batches = islice(source.batches(size, order, derive(0, split)), *turns)
         else:
             every = torch.arange(len(source)) if order is None else order
             batches = source.batches(size, every[distributed.rank() :: distributed.world()], derive(0, split))
@@ -168,7 +167,7 @@ class Task:
         try:
             processes = distributed.world()
             if isinstance(self.train, Batches):
-                return len(self.train.iterable) // processes  # type: ignore[arg-type]
+                return len(self.train.iterable) // (1 if self.train.shared_out else processes)  # type: ignore[arg-type]
             whole, rest = divmod(len(self.train), size * processes)
             return whole + (rest >= processes)
         except TypeError:
@@ -186,7 +185,7 @@ class Task:
         plain = self.transform is None and isinstance(self.train, Arrays)
         augmentation = 0 if plain else derive(seed, "augmentation", *place)
         batches = self.train.batches(size, order, augmentation)
-        if several and isinstance(self.train, Batches):
+        if several and isinstance(self.train, Batches) and not self.train.shared_out:
             batches = _every_so_many(batches)
         for i, rows in enumerate(batches):
             if self.transform is None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from everlearn.params import Params, check_finite, evaluating, unwrap
+from everlearn.params import Params, check_finite, evaluating, refuse_sharded, unwrap
 
 Teacher = dict[str, Any]
 
@@ -16,6 +16,7 @@ Teacher = dict[str, Any]
 def remember(model: nn.Module, task: Any, learned: list[int]) -> Teacher:
     """The model as it is, with the tasks it has learned and, where there is a table, the outputs each may be answered with."""
     inner, allowed = unwrap(model), getattr(task, "allowed", None)
+    refuse_sharded(inner.parameters(), "A teacher")
     check_finite(dict(inner.named_parameters()))
     rows = None
     if allowed is not None:  # a task without a number had no table: it may be answered with everything

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import shutil
 import signal
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +20,7 @@ from everlearn.cli.names import UsageError
 from everlearn.cli.plan import Cell
 from everlearn.distributed import world
 from everlearn.extras import needs
+from everlearn.orphans import end_with_parent
 from everlearn.results import Result, file_name
 
 Cluster = Literal["ray", "slurm"]
@@ -103,11 +102,11 @@ def _side_by_side(todo: Sequence[Cell], workers: int, threads: int, force: bool)
                     )
                 yield i, outcome
     finally:  # also when the reader stops listening: no run is begun any more, and those that go on are ended
-        for pool in [*free, *(pool for pool, _ in running.values())]:
-            going = list((pool._processes or {}).values())
-            pool.shutdown(wait=False, cancel_futures=True)
-            for one in going:
-                one.terminate()
+        busy = [pool for pool, _ in running.values()]
+        for one in [process for pool in busy for process in (pool._processes or {}).values()]:
+            one.terminate()
+        for pool in [*free, *busy]:
+            pool.shutdown(cancel_futures=True)
 
 
 def _fresh() -> Any:
@@ -204,13 +203,7 @@ def _begin(threads: int) -> None:
     """A worker ends with the command it belongs to, in whatever way that ends."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     torch.set_num_threads(threads)
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-
-
-def _end_with(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(1)
-    os._exit(1)
+    end_with_parent()
 
 
 def outcome_of(cell: Cell, force: bool) -> Outcome:

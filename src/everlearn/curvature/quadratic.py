@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ from everlearn.curvature.full import Full
 from everlearn.curvature.kronecker import Kronecker
 from everlearn.params import Params, corner, grown, inner, remembered, wide
 
+BLOCK = 2**22  # numbers that are worked on at a time
 Form = Diagonal | Kronecker | Full
 FORMS: dict[str, type[Form]] = {"diagonal": Diagonal, "kronecker": Kronecker, "full": Full}
 
@@ -56,14 +58,15 @@ class Quadratic:
         theta = {n: t for n, t in remembered(model, self.anchor, parameters).items() if n in names}
         if not theta:  # all of them are frozen
             return
-        grads = [_grad(parameters[n], t.shape) for n, t in theta.items()]
         if isinstance(self.form, Diagonal) and not self.slope:
-            delta = list(self._delta(theta).values())
-            values = [on(self.form.values[n], d).to(d.dtype) for n, d in zip(theta, delta, strict=True)]
-            torch._foreach_mul_(delta, values)  # not addcmul: autograd, too, rounds the product before it adds it
-            torch._foreach_add_(grads, delta)
+            for some in _blocks(theta):
+                delta = list(self._delta(some).values())
+                values = [on(self.form.values[n], d).to(d.dtype) for n, d in zip(some, delta, strict=True)]
+                torch._foreach_mul_(delta, values)  # not addcmul: autograd, too, rounds the product before it adds it
+                torch._foreach_add_([_grad(parameters[n], t.shape) for n, t in some.items()], delta)
         else:
             pull = self._at(theta)[1]
+            grads = [_grad(parameters[n], t.shape) for n, t in theta.items()]
             torch._foreach_add_(grads, [pull[n] for n in theta])
 
     def _at(self, theta: Params) -> tuple[Tensor, Params]:
@@ -162,6 +165,19 @@ class _Height(torch.autograd.Function):
         if d.requires_grad or d.device.type != "cpu" or d != 1:
             pull = dict(zip(pull, torch._foreach_mul(list(pull.values()), d), strict=True))
         return None, None, *(pull[n].to(t.dtype) if n in pull else None for n, t in zip(ctx.names, theta, strict=True))
+
+
+def _blocks(theta: Params) -> Iterator[Params]:
+    """Some parameters at a time, so that what is made of them on the way never has the size of a large model."""
+    block: Params = {}
+    held = 0
+    for name, t in theta.items():
+        block[name], held = t, held + t.numel()
+        if held >= BLOCK:
+            yield block
+            block, held = {}, 0
+    if block:
+        yield block
 
 
 def _grad(parameter: Tensor, shape: torch.Size) -> Tensor:

@@ -31,7 +31,8 @@ class GenerativeReplay(Method):
 
     No old example is kept. The generator's parameters are the method's own and learn with the same optimizer, at the same time.
     Where tasks have outputs of their own, every old task is asked about every x′ and the losses are averaged, as van de Ven &
-    Tolias (2019) do. Inputs are tensors of numbers: vectors, or images small enough for a perceptron.
+    Tolias (2019) do. Inputs are tensors of numbers: vectors, or images small enough for a perceptron. New and generated ones go
+    through the model together, so that a BatchNorm sees both.
 
     Args:
         size: how many inputs are generated at a step; by default as many as the current batch has.

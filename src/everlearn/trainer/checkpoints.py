@@ -52,7 +52,8 @@ class Checkpoints:
     """The checkpoints of one run: a folder of files, each named by a task and a step in it.
 
     The file of step 0 is the run between two tasks; that of a later step is of use together with it. The first task needs none:
-    whoever begins the run anew is there. The last two are kept, and what they need; a damaged one is told of and passed over.
+    whoever begins the run anew is there. The last two are kept, and one of an earlier task, with what they need; a damaged one is
+    told of and passed over.
 
     Args:
         folder: theirs alone.
@@ -66,11 +67,17 @@ class Checkpoints:
         self._proven = self._useless = False
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Inside, no other process works at the same run, also none that has outlived the command it belonged to."""
+    def alone(self, anew: bool = False) -> Iterator[None]:
+        """Inside, no other process works at the same run, also none that has outlived the command it belonged to.
+
+        Args:
+            anew: forget what was written.
+        """
         with atomic.alone(atomic.writable_folder(self.folder) / "lock") as free:
             if not free:
                 raise ValueError(f"Another process is at work on this run, in {self.folder}: wait for it, or stop it.")
+            for place in list(self._places()) if anew else ():
+                self._path(*place).unlink(missing_ok=True)
             try:
                 yield
             finally:
@@ -98,27 +105,34 @@ class Checkpoints:
         if self._useless:
             return
         torch.save({**state, "made by": _version()}, file := io.BytesIO())
-        content, path = file.getbuffer(), self._path(task, step)
+        content, path, fine = file.getbuffer(), self._path(task, step), True
         try:
             atomic.writable_folder(self.folder)
             for torn in self.folder.glob(".*.checkpoint.*"):  # of processes that were killed while they wrote
                 torn.unlink(missing_ok=True)
-            atomic.write(path, MARK, hashlib.blake2b(content, digest_size=16).hexdigest().encode(), b"\n", content)
+            atomic.write(path, MARK, _digest(content), b"\n", content)
         except OSError as error:  # no reason to end a run
             warnings.warn(
                 f"A checkpoint of {len(content) / 2**20:.0f} MB could not be written to {path} ({error.strerror or error}): the run "
                 "goes on without it; make room.",
                 stacklevel=2,
             )
-            self._steps, self._time = 0, time.monotonic()
+            fine = False
+        self._steps, self._time = 0, time.monotonic()
+        if not all(every_process(fine)):  # what one process lacks is of no use to the others
             return
         if not self._proven:  # better told now than when it is needed
             self._useless, self._proven = not all(every_process(self._read(task, step) is not None)), True
         self._started = task if step == 0 else self._started
-        self._steps, self._time = 0, time.monotonic()
         places = sorted(self._places(), reverse=True)
-        needed = {*places[:2], *((task, 0) for task, _ in places[:2])}
-        for place in set(places) - needed:
+        been = [
+            place for place in places if place <= (task, step)
+        ]  # later ones are of a run that could not be gone on with
+        last = [
+            *been[:2],
+            *[place for place in been if place[0] < task][:1],
+        ]  # the start of a task may be the one that is damaged
+        for place in set(places) - {*last, *((t, 0) for t, _ in last)}:
             self._path(*place).unlink(missing_ok=True)
 
     def newest(self) -> tuple[State | None, State | None] | None:
@@ -132,6 +146,13 @@ class Checkpoints:
                 return start, within
         return None
 
+    def tidy(self) -> None:
+        """Take away what a process has left that was killed between its result and its end; not what another works with."""
+        if self.folder.is_dir():
+            with atomic.alone(self.folder / "lock") as free:
+                if free:
+                    self.clear()
+
     def clear(self) -> None:
         """The run is done."""
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -143,7 +164,7 @@ class Checkpoints:
         try:
             content = path.read_bytes()
             mark, digest, rest = content[: len(MARK)], content[len(MARK) : len(MARK) + 32], content[len(MARK) + 33 :]
-            if mark != MARK or hashlib.blake2b(rest, digest_size=16).hexdigest().encode() != digest:
+            if mark != MARK or _digest(rest) != digest:
                 raise ValueError("it is damaged")
             state: State = torch.load(io.BytesIO(rest), weights_only=True)
             if state.pop("made by", None) != _version():
@@ -165,6 +186,11 @@ class Checkpoints:
 
     def _path(self, task: int, step: int) -> Path:
         return self.folder / f"{task:06}-{step:09}.checkpoint"
+
+
+def _digest(content: bytes | memoryview) -> bytes:
+    """SHA-256, for which processors have instructions, to 32 letters."""
+    return hashlib.sha256(content).hexdigest()[:32].encode()
 
 
 @cache

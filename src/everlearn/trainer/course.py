@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from everlearn import distributed
 from everlearn.cost import Clock, peak_memory, reset_peak_memory, state_bytes
 from everlearn.method import Method
 from everlearn.results import Result
@@ -68,6 +69,7 @@ class Course:
         if checkpoints is not None and (found := checkpoints.newest()) is not None:
             self._go_on(*found)
         else:
+            distributed.same([*model.parameters(), *model.buffers()])
             self.initial = self._test(stream[0])
 
     def train(self) -> None:

@@ -19,6 +19,7 @@ from everlearn.batch import Batch
 from everlearn.checks import check_first_batch, check_task, explain_error, explain_loss
 from everlearn.cost import Clock
 from everlearn.method import Method
+from everlearn.params import is_sharded
 from everlearn.seeds import restore, unpack
 from everlearn.stream import Task, as_task
 from everlearn.trainer.training import (
@@ -114,11 +115,18 @@ class Lesson:
         resumed: dict[str, Any] | None = None,
     ) -> None:
         check_task(task)
+        if any(map(is_sharded, model.parameters())):
+            raise ValueError(
+                "These parameters are sharded (FSDP) and average their own gradients, so that this loop would do it twice: speak the "
+                "method's verbs in a loop of your own, or attach it."
+            )
         self.model, self.method, self.task, self.training = model, method, task, training
         self.clock, self.step, self.loss = Clock(), 0, math.nan
         self._before = list(model.parameters())
         task.steps = task.planned_steps(training.batch_size, training.epochs, training.iterations)
         model.train()
+        if resumed is None:
+            distributed.same([*model.parameters(), *model.buffers()])  # before a method looks at them
         with self.clock("consolidate"):
             method.begin_task(model, task)
         if resumed is not None:

@@ -16,6 +16,7 @@ from tqdm.auto import tqdm
 
 from everlearn import atomic
 from everlearn.checks import check_run
+from everlearn.data import Batches
 from everlearn.distributed import agreed, rank, world
 from everlearn.method import Method, label
 from everlearn.results import Result, amount, file_name, provenance
@@ -92,15 +93,15 @@ def run(
     with seeded(derive(seed, "model"), None if device is None else torch.device(device)):
         model, method = build(make_model, stream).to(device), copy.deepcopy(method)
         config = agreed(configuration(stream, method, model, training, optimizer, keep_optimizer, split))
+        saver = _checkpoints(folder, config, stream, checkpoint)
         if folder is not None and not force:
             done: Result | None = agreed(_whole(folder / file_name(config)) if rank() == 0 else None)
             if done is not None:
+                if saver is not None:
+                    saver.tidy()
                 return done
-        saver = _checkpoints(folder, config, stream, checkpoint)
-        if saver is not None and force:
-            saver.clear()
         made, journal, result = provenance(), Journal(trackers if rank() == 0 else ()), None
-        with nullcontext() if saver is None else saver.alone():
+        with nullcontext() if saver is None else saver.alone(anew=force):
             journal.start(config)
             try:
                 course = Course(model, method, stream, training, optimizer, keep_optimizer, split, journal, saver)
@@ -133,11 +134,15 @@ def _checkpoints(
 ) -> Checkpoints | None:
     """Where they are kept; none of runs that could not go on as they were, which begin anew.
 
-    Those are runs that cannot be told apart, and those whose tasks differ in their transforms: replay augments old examples as
-    their task did, and a file holds no functions.
+    Those are runs that cannot be told apart, those whose loaders draw from one generator, and those whose tasks differ in their
+    transforms: replay augments old examples as their task did, and a file holds no functions.
     """
+    drawing = [
+        g for t in stream for source in (t.train, t.test) if isinstance(source, Batches) for g in source.generators
+    ]
     alike = all(t.transform is stream[0].transform and t.eval_transform is stream[0].eval_transform for t in stream)
-    if folder is None or every is None or not alike or None in config["fingerprints"].values():
+    shared = len(drawing) > len(set(drawing))
+    if folder is None or every is None or not alike or shared or None in config["fingerprints"].values():
         return None
     own = folder / f"{Path(file_name(config)).stem}.checkpoints"
     return Checkpoints(own if world() == 1 else own / f"process {rank()} of {world()}", every)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
 import torch
+
+from everlearn.orphans import end_with_parent
 
 Report = Callable[[float, int], bool]  # the score so far and the step; whether to give up
 Learn = Callable[[Any, Report], dict[str, Any]]  # of values
@@ -63,7 +66,7 @@ def side_by_side(
                 one = running[pipe]
                 try:
                     kind, content = pipe.recv()
-                except EOFError:
+                except (EOFError, OSError):
                     del running[pipe]
                     if one.tries < TRIES:
                         begin(one.trial, one.values, one.tries + 1)
@@ -71,7 +74,9 @@ def side_by_side(
                         yield one.trial, {"why": f"its process has died {TRIES} times, perhaps for lack of memory"}
                     continue
                 if kind == "so far":
-                    pipe.send(hopeless(one.trial, *content))
+                    verdict = hopeless(one.trial, *content)
+                    with suppress(OSError):  # it has died meanwhile, as the next look at its pipe tells
+                        pipe.send(verdict)
                     continue
                 del running[pipe]
                 one.process.join()
@@ -85,6 +90,7 @@ def side_by_side(
 
 def _work(pipe: Connection, learn: Learn, values: Any) -> None:
     torch.set_num_threads(1)  # the others have the other cores
+    end_with_parent()
 
     def report(score: float, step: int) -> bool:
         pipe.send(("so far", (score, step)))
