@@ -78,6 +78,11 @@ def slope(points, key):
     return (large[key] - small[key]) / (large["parameters"] - small["parameters"])
 
 
+def short(number):
+    """As people read it."""
+    return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
+
+
 def main(names):
     """A line per method."""
     found = {}
@@ -102,7 +107,7 @@ def main(names):
     print(f"|---|{'---|' * len(BILLIONS)}")
     for name, points in found.items():
         kept, step = slope(points, "state"), slope(points, "step") - slope(plain, "step")
-        cells = [f"{kept * b:.3g} GB, {max(0.0, step * b * 1e9):.2g} s" for b in BILLIONS]
+        cells = [f"{short(kept * b)} GB, {short(max(0.0, step * b * 1e9))} s" for b in BILLIONS]
         print(f"| {name} | {' | '.join(cells)} |")
 
 

@@ -34,7 +34,7 @@ def seconds(workers, steps, folder):
 
 def main():
     """In turns, because machines are noisy."""
-    steps, ratios = (sys.argv[1:] or ["400"])[0], []
+    steps, ratios = (sys.argv[1:] or ["2000"])[0], []
     for _ in range(TURNS):
         with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as two:
             alone, both = seconds(1, steps, one), seconds(2, steps, two)
