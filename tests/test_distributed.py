@@ -82,7 +82,9 @@ def test_two_processes_learn_what_one_does_with_the_doubled_batch(name, two, dat
         assert np.allclose(first, initial)
 
 
-@pytest.mark.parametrize("name", ["finetune", "ewc", "er", "er-ace", "der", "agem"])
+@pytest.mark.parametrize(
+    "name", ["ewc", "er", *(pytest.param(n, marks=pytest.mark.slow) for n in ("finetune", "er-ace", "der", "agem"))]
+)
 def test_the_last_batch_may_be_smaller(name, two, data):
     (x, y), test = data
     uneven = (x[:-26], y[:-26]), test

@@ -124,7 +124,9 @@ def test_accumulation_makes_the_steps_of_whole_batches(name, tasks, tmp_path):
     torch.testing.assert_close(got, ours(METHODS[name](), tasks, tiny()), rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.parametrize("name", ["ewc", "si", "der", "lwf", "packnet"])
+@pytest.mark.parametrize(
+    "name", ["si", "der", *(pytest.param(n, marks=pytest.mark.slow) for n in ("ewc", "lwf", "packnet"))]
+)
 def test_a_training_resumed_from_a_checkpoint_ends_where_one_in_a_row_does(name, tasks, tmp_path):
     from everlearn.integrations.huggingface import Continual
 

@@ -49,7 +49,9 @@ def learn(method, model, task, folder):
     transformers.Trainer(model, arguments, train_dataset=task, callbacks=[Continual(method)]).train()
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    "name", ["ewc", "er", *(pytest.param(n, marks=pytest.mark.slow) for n in ("mas", "si", "lwf"))]
+)
 def test_only_the_adapter_learns_and_is_held_and_its_state_is_found_beside_it(name, tasks, tmp_path):
     from everlearn.integrations.huggingface import load, save
 
