@@ -195,6 +195,7 @@ def test_help(words, capsys):
     assert capsys.readouterr().out.strip()
 
 
+@pytest.mark.slow
 def test_compare_shows_every_method(tmp_path, capsys):
     assert start(["compare", "--epochs", "1", "--scenario", "class", "--out", str(tmp_path)]) == 0
     assert "class-incremental" in capsys.readouterr().out
