@@ -144,6 +144,41 @@ class Attention(nn.Module):
         return self.head(self.attend(self.query.expand(len(x), -1, -1), x, x, need_weights=False)[0].mean(1))
 
 
+class Placed(nn.Module):
+    """Time comes first, so that vectors of places have no axis for examples in front; steps in a fixed other order."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.places, self.head = nn.Embedding(11, 4), nn.Embedding(5, 4), nn.Linear(4, 3)
+        self.register_buffer("order", torch.tensor([3, 0, 4, 1, 2]))
+
+    def forward(self, t):
+        h = self.words(t[:, self.order]).transpose(0, 1) + self.places(torch.arange(t.shape[1]))[:, None]
+        return self.head(torch.tanh(h).sum(0))
+
+
+class Bert(nn.Module):
+    """That of transformers: numbers of places in a row, kinds of words gathered from a buffer, masks by the data."""
+
+    def __init__(self):
+        super().__init__()
+        import transformers
+
+        self.inner = transformers.BertForSequenceClassification(
+            transformers.BertConfig(
+                vocab_size=11,
+                hidden_size=8,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+                intermediate_size=8,
+                num_labels=3,
+            )
+        )
+
+    def forward(self, t):
+        return self.inner(t, attention_mask=(t != 0).long()).logits
+
+
 def weight_norm():
     return nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 6)), nn.ReLU(), nn.Linear(6, 3))
 
@@ -168,6 +203,8 @@ MODELS = {
     "cross attention": (Attention, [7, 2, 4]),
     "recurrent": (Recurrent, [7, 2, 4]),
     "tied": (Tied, None),
+    "placed": (Placed, None),
+    "bert": (Bert, None),
     "bare": (Bare, [7, 2, 4]),
     "folded": (Folded, [7, 2, 4]),
     "frames": (Frames, [7, 2, 1, 5, 5]),

@@ -1,6 +1,7 @@
 from functools import partial
 
 import numpy as np
+import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -19,6 +20,18 @@ def test_every_byte_and_shape_counts():
     words = [fingerprint(t) for t in (A, changed(), A[:4999], A.double(), A.flatten())]
     assert len(set(words)) == 5 and fingerprint(A) == fingerprint(A.clone())
     assert fingerprint([torch.tensor(1.0), torch.zeros(0)]) != fingerprint([torch.tensor(1.0), torch.zeros(0, 2)])
+
+
+def test_models_of_libraries_whose_code_is_decorated():
+    transformers = pytest.importorskip("transformers")
+
+    def bert(**given):
+        torch.manual_seed(0)
+        shape = {"vocab_size": 9, "hidden_size": 4, "num_attention_heads": 1, "intermediate_size": 4}
+        return transformers.BertModel(transformers.BertConfig(num_hidden_layers=1, **shape, **given))
+
+    assert fingerprint(bert()) == fingerprint(bert()) is not None
+    assert fingerprint(bert()) != fingerprint(bert(hidden_act="relu"))
 
 
 def test_order_and_repetition_count():

@@ -214,7 +214,7 @@ def test_one_process_at_a_time(force, checkpoints, outcome):
 
 
 def test_a_disk_without_locks_is_no_reason_to_stop(outcome, monkeypatch):
-    def refuse(handle):
+    def refuse(handle, wait):
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     monkeypatch.setattr(everlearn.atomic, "_lock", refuse)

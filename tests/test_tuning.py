@@ -1,9 +1,11 @@
 """Tuning: trials are runs, share what is identical, and a study goes on where it was stopped."""
 
+import multiprocessing
 import os
 import signal
 import time
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Annotated, get_args, get_type_hints
 
 import pytest
@@ -15,6 +17,7 @@ from everlearn import DER, ER, EWC, L2, METHODS, SI, LwF, Method, atomic, nets, 
 from everlearn.cli.app import start
 from everlearn.fields import Range
 from everlearn.seeds import restore, states
+from everlearn.trainer import Every
 from everlearn.trainer.course import Course
 from everlearn.trainer.tracking import Journal
 from everlearn.trainer.training import Training, adam
@@ -191,12 +194,67 @@ def test_a_study_goes_on_where_it_was_stopped(tmp_path):
     assert {str(t) for t in again.trials} == {str(t) for t in whole.trials}
 
 
+@dataclass(eq=False)
+class Mortal(EWC):
+    """Ends its process in a task, once the steps are used up that a file allows."""
+
+    allowed: str = ""
+
+    def after_step(self, model):
+        super().after_step(model)
+        left = Path(self.allowed).read_bytes() if self.allowed else b""
+        if left:
+            Path(self.allowed).write_bytes(left[1:])
+            if len(left) == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+STEPS = Every(steps=2)
+
+
+def study(folder, allowed, workers=1, method=Mortal):
+    settings = {"trials": 3, "prune": False, "training": TRAINING, "fields": {"strength": (1, 1e6)}}
+    return tune(net, method(allowed=allowed), digits(), workers=workers, checkpoint=STEPS, out=folder, **settings)
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are killed")
+@pytest.mark.parametrize(  # in the first task, which all trials share; in the first trial; in the second
+    "steps", [pytest.param(5, marks=SLOW), 25, pytest.param(40, marks=SLOW)]
+)
+def test_a_killed_study_goes_on_within_its_trial(steps, tmp_path):
+    (tmp_path / "allowed").write_bytes(b"." * steps)
+    allowed = str(tmp_path / "allowed")
+    child = multiprocessing.get_context("fork").Process(target=study, args=(tmp_path / "killed", allowed))
+    child.start()
+    child.join()
+    assert child.exitcode == -signal.SIGKILL
+    assert [*(tmp_path / "killed").rglob("*.checkpoint")]
+    (tmp_path / "allowed").write_bytes(b"." * 1000)
+    again = study(tmp_path / "killed", allowed)
+    taken = 1000 - len((tmp_path / "allowed").read_bytes())
+    (tmp_path / "allowed").write_bytes(b"." * 1000)
+    whole = study(tmp_path / "whole", allowed)
+    needed = 1000 - len((tmp_path / "allowed").read_bytes())
+    assert {str(t) for t in again.trials} == {str(t) for t in whole.trials}
+    assert needed - steps <= taken <= needed - steps + 2 + 8 * (steps > 8), "what was learned is not learned again"
+    assert not [*(tmp_path / "killed").rglob("*.checkpoint*")]
+    accuracies = [
+        {r.config["fields"]: r.accuracy.tolist() for r in everlearn.results.load(tmp_path / name / "trials")}
+        for name in ("killed", "whole")
+    ]
+    assert accuracies[0] == accuracies[1]
+
+
 def test_hopeless_trials_are_given_up_and_the_best_is_found(tmp_path):
     settings = {"trials": 12, "training": Training(epochs=5, batch_size=32), "fields": {"harm": (0, 0.4)}}
     found = tune(net, Harmful(), digits(), **settings, out=tmp_path)
     given_up = [t for t in found.trials if t.score is None]
     assert found.best.values["harm"] < 0.05
     assert given_up and all("given up after task" in t.why and t.values["harm"] > 0.05 for t in given_up)
+    assert not [*tmp_path.rglob("*.checkpoints")]
 
 
 def test_a_strength_that_is_too_much_for_the_optimizer_is_no_end(tmp_path):

@@ -78,17 +78,18 @@ def locked(path: Path, stale: float = 60.0) -> Iterator[None]:
 
 
 @contextmanager
-def alone(path: Path) -> Iterator[bool]:
+def alone(path: Path, wait: bool = False) -> Iterator[bool]:
     """Inside, True where no other process is inside for the same file, however long that takes; False at once where one is.
 
     The system frees such a lock when its process ends, in whatever way. On disks that know no locks it is always True.
 
     Args:
         path: a file to lock, made if missing, and left there.
+        wait: until it is free, instead.
     """
     with path.open("ab") as file:
         try:
-            _lock(file.fileno())
+            _lock(file.fileno(), wait)
         except OSError as error:
             if error.errno in (errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES, errno.EDEADLK):
                 yield False
@@ -96,15 +97,15 @@ def alone(path: Path) -> Iterator[bool]:
         yield True  # closing the file frees it
 
 
-def _lock(handle: int) -> None:
+def _lock(handle: int, wait: bool) -> None:
     if sys.platform == "win32":
         import msvcrt
 
-        msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
+        msvcrt.locking(handle, msvcrt.LK_LOCK if wait else msvcrt.LK_NBLCK, 1)
     else:
         import fcntl
 
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def writable_folder(folder: str | os.PathLike[str]) -> Path:

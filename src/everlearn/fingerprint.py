@@ -6,7 +6,8 @@ import hashlib
 import sys
 import types
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -62,6 +63,22 @@ def _feed(thing: Any, update: Callable[[Any], None], seen: dict[Any, int], alive
     return None
 
 
+def _code(kind: type) -> list[Any]:
+    """Its functions; of a class that somebody else's package brings, the file, since libraries decorate theirs beyond reading."""
+    if (source := _installed(kind.__module__)) is not None:
+        return [source]
+    return [v for v in vars(kind).values() if isinstance(v, types.FunctionType)]
+
+
+@cache
+def _installed(module: str) -> bytes | None:
+    """A module's source, if it was installed like a library; None if it is the user's own."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if file is None or not {"site-packages", "dist-packages"} & {*Path(file).parts}:
+        return None
+    return Path(file).read_bytes()
+
+
 def _package(kind: type) -> str:
     return kind.__module__.split(".")[0] if kind.__module__ != "__main__" else ""
 
@@ -87,7 +104,7 @@ def _parts(thing: Any) -> list[Any]:
     if isinstance(thing, types.CodeType):
         return [thing.co_code, thing.co_names, list(thing.co_consts)]
     if isinstance(thing, type):
-        own = [] if _package(thing) in KNOWN else [v for v in vars(thing).values() if isinstance(v, types.FunctionType)]
+        own = [] if _package(thing) in KNOWN else _code(thing)
         return [thing.__module__, thing.__qualname__, *own, *(base for base in thing.__mro__[1:] if own)]
     if isinstance(thing, (types.BuiltinFunctionType, types.ModuleType)):
         return [getattr(thing, "__module__", ""), getattr(thing, "__qualname__", thing.__name__)]

@@ -21,9 +21,12 @@ import torch
 
 import everlearn
 from everlearn import atomic
-from everlearn.distributed import agreed, world
+from everlearn.data import Batches
+from everlearn.distributed import agreed, rank, world
 from everlearn.distributed import every as every_process
 from everlearn.fields import Range, check_field
+from everlearn.results import file_name
+from everlearn.stream import Stream
 
 MARK = b"Everlearn checkpoint 1\n"
 State = dict[str, Any]
@@ -68,13 +71,14 @@ class Checkpoints:
         self._proven = self._useless = False
 
     @contextmanager
-    def alone(self, anew: bool = False) -> Iterator[None]:
+    def alone(self, anew: bool = False, wait: bool = False) -> Iterator[None]:
         """Inside, no other process works at the same run, also none that has outlived the command it belonged to.
 
         Args:
             anew: forget what was written.
+            wait: for a process that does, instead of an error.
         """
-        with atomic.alone(atomic.writable_folder(self.folder) / "lock") as free:
+        with atomic.alone(atomic.writable_folder(self.folder) / "lock", wait) as free:
             if not free:
                 raise ValueError(f"Another process is at work on this run, in {self.folder}: wait for it, or stop it.")
             for place in list(self._places()) if anew else ():
@@ -186,6 +190,31 @@ class Checkpoints:
 
     def _path(self, task: int, step: int) -> Path:
         return self.folder / f"{task:06}-{step:09}.checkpoint"
+
+
+def checkpoints_of(
+    folder: Path | None, config: dict[str, Any], stream: Stream, every: Every | None
+) -> Checkpoints | None:
+    """Where a run keeps them; none of runs that could not go on as they were, which begin anew.
+
+    Those are runs that cannot be told apart, those whose loaders draw from one generator, and those whose tasks differ in their
+    transforms: replay augments old examples as their task did, and a file holds no functions.
+
+    Args:
+        folder: of the results.
+        config: the run's.
+        stream: what is learned.
+        every: how often.
+    """
+    drawing = [
+        g for t in stream for source in (t.train, t.test) if isinstance(source, Batches) for g in source.generators
+    ]
+    alike = all(t.transform is stream[0].transform and t.eval_transform is stream[0].eval_transform for t in stream)
+    shared = len(drawing) > len(set(drawing))
+    if folder is None or every is None or not alike or shared or None in config["fingerprints"].values():
+        return None
+    own = folder / f"{Path(file_name(config)).stem}.checkpoints"
+    return Checkpoints(own if world() == 1 else own / f"process {rank()} of {world()}", every)
 
 
 def _content(state: State) -> memoryview:

@@ -154,11 +154,16 @@ class Course:
         """The mean score on the tasks learned."""
         return float(np.mean(self.rows[-1][: self.learned]))
 
-    def fork(self) -> Course:
-        """Another course that has come as far; the two share what no course changes, the stream above all."""
+    def fork(self, checkpoints: Checkpoints | None = None) -> Course:
+        """Another course that has come as far; the two share what no course changes, the stream above all.
+
+        Args:
+            checkpoints: of the other.
+        """
         shared = [self.stream, self.training, self.journal, *self.stream.tasks, *self.stream.exams]
         shared += [source for task in self.stream.tasks for source in (task.train, task.valid, task.test)]
         other = copy.copy(self)
+        other._checkpoints = checkpoints
         other.model, other.method, other._current = copy.deepcopy(  # together: they hold each other's tensors
             (self.model, self.method, self._current), {id(thing): thing for thing in shared}
         )

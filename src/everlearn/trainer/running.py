@@ -16,13 +16,12 @@ from tqdm.auto import tqdm
 
 from everlearn import atomic
 from everlearn.checks import check_run
-from everlearn.data import Batches
-from everlearn.distributed import agreed, rank, world
+from everlearn.distributed import agreed, rank
 from everlearn.method import Method, label
 from everlearn.results import Result, amount, file_name, provenance
 from everlearn.seeds import derive, seeded
 from everlearn.stream import Split, Stream
-from everlearn.trainer.checkpoints import Checkpoints, Every
+from everlearn.trainer.checkpoints import Every, checkpoints_of
 from everlearn.trainer.configuration import build, configuration
 from everlearn.trainer.course import Course
 from everlearn.trainer.tracking import Journal, Tracker
@@ -93,9 +92,9 @@ def run(
     with seeded(derive(seed, "model"), None if device is None else torch.device(device)):
         model, method = build(make_model, stream).to(device), copy.deepcopy(method)
         config = agreed(configuration(stream, method, model, training, optimizer, keep_optimizer, split))
-        saver = _checkpoints(folder, config, stream, checkpoint)
+        saver = checkpoints_of(folder, config, stream, checkpoint)
         if folder is not None and not force:
-            done: Result | None = agreed(_whole(folder / file_name(config)) if rank() == 0 else None)
+            done: Result | None = agreed(finished(folder, config) if rank() == 0 else None)
             if done is not None:
                 if saver is not None:
                     saver.tidy()
@@ -129,27 +128,9 @@ def _go_through(course: Course, name: str, progress: bool | None, score: str) ->
                 bar.set_postfix_str(f"so far {amount(course.so_far, score)}")
 
 
-def _checkpoints(
-    folder: Path | None, config: dict[str, Any], stream: Stream, every: Every | None
-) -> Checkpoints | None:
-    """Where they are kept; none of runs that could not go on as they were, which begin anew.
-
-    Those are runs that cannot be told apart, those whose loaders draw from one generator, and those whose tasks differ in their
-    transforms: replay augments old examples as their task did, and a file holds no functions.
-    """
-    drawing = [
-        g for t in stream for source in (t.train, t.test) if isinstance(source, Batches) for g in source.generators
-    ]
-    alike = all(t.transform is stream[0].transform and t.eval_transform is stream[0].eval_transform for t in stream)
-    shared = len(drawing) > len(set(drawing))
-    if folder is None or every is None or not alike or shared or None in config["fingerprints"].values():
-        return None
-    own = folder / f"{Path(file_name(config)).stem}.checkpoints"
-    return Checkpoints(own if world() == 1 else own / f"process {rank()} of {world()}", every)
-
-
-def _whole(path: Path) -> Result | None:
+def finished(folder: Path, config: dict[str, Any]) -> Result | None:
     """The result of a run done before; None where there is none, where it is torn, or where nobody can tell."""
+    path = folder / file_name(config)
     try:
         result = Result.load(path) if path.exists() else None
     except ValueError:

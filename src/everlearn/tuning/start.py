@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,16 +20,37 @@ from everlearn.params import evaluating
 from everlearn.results import Result, provenance
 from everlearn.seeds import derive, restore, seeded, states
 from everlearn.stream import Stream
+from everlearn.trainer.checkpoints import Checkpoints, Every, checkpoints_of
 from everlearn.trainer.configuration import build, configuration, data_of
 from everlearn.trainer.course import Course
+from everlearn.trainer.running import finished
 from everlearn.trainer.tracking import Journal
 from everlearn.trainer.training import OptimizerFactory, Training, device_of
 from everlearn.tuning.space import Dimension, Value, change, changed
 
 
+class GivenUp(Exception):
+    """A trial is worse than most."""
+
+
 @dataclass
 class Start:
-    """Where the trials of one seed begin: after the first task's training, where that is the same for all of them."""
+    """Where the trials of one seed begin: after the first task's training, where that is the same for all of them.
+
+    The training of the first task and every trial go on where a process that was killed has left them.
+
+    Args:
+        make_model: as for ``run``.
+        method: whose fields are tuned.
+        at: these.
+        stream: what is learned.
+        training: how.
+        optimizer: a function of the parameters that makes one.
+        keep_optimizer: between tasks.
+        device: where to train.
+        folder: of the study.
+        every: how often it is written down where a trial is.
+    """
 
     make_model: Callable[..., nn.Module] | nn.Module
     method: Method
@@ -38,6 +60,8 @@ class Start:
     optimizer: OptimizerFactory
     keep_optimizer: bool
     device: torch.device | None
+    folder: Path
+    every: Every | None
 
     def __post_init__(self) -> None:
         check_run(self.method, self.stream, self.optimizer, self.training.seed, "valid")
@@ -53,25 +77,65 @@ class Start:
         """Learn what all trials share, before there are several processes of them."""
         _ = self._shared
 
-    def learn(self, values: Sequence[Value], told: Callable[[Course], None]) -> Result:
-        """The result that a run with these values has; after every task somebody is told, who may put an end to it."""
-        config, made, begun = self.config(changed(self.method, self.at, values)), provenance(), self._shared
+    def close(self) -> None:
+        """There are no more trials."""
+        if self._first is not None:
+            self._first.clear()
+
+    def learn(self, values: Sequence[Value], told: Callable[[Sequence[Sequence[float]]], None]) -> Result:
+        """The result that a run with these values has, which is saved.
+
+        Args:
+            values: of the fields.
+            told: who is told after every task of the scores after each so far, and may raise ``GivenUp``.
+        """
+        method = changed(self.method, self.at, values)
+        config, folder = self.config(method), self.folder / "trials"
+        saver = checkpoints_of(folder, config, self.stream, self.every)
+        # Several fields may be given the same values twice at a time: the second trial reads the result of the first.
+        with nullcontext() if saver is None else saver.alone(wait=True):
+            result = finished(folder, config)
+            if result is not None:
+                told(result.accuracy.tolist())
+            else:
+                try:
+                    result = self._learned(method, values, saver, told).result(config, provenance())
+                except (GivenUp, FloatingPointError):
+                    if saver is not None:
+                        saver.clear()
+                    raise
+                result.save(folder)
+            if saver is not None:
+                saver.clear()
+        return result
+
+    def _learned(
+        self,
+        method: Method,
+        values: Sequence[Value],
+        saver: Checkpoints | None,
+        told: Callable[[Sequence[Sequence[float]]], None],
+    ) -> Course:
+        """A course that was gone through, from where an earlier process was, or from what all trials share."""
+        goes_on = saver is not None and saver.newest() is not None
+        begun = None if goes_on else self._shared
         with self._seeded():
-            if begun is not None:
+            if begun is None:
+                course = self._begun(method, saver)
+            else:
                 shared, random = begun
-                course = shared.fork()
+                course = shared.fork(saver)
                 restore(random)
                 change(course.method, self.at, values)
-            else:
-                course = self._begun(changed(self.method, self.at, values))
-            while True:
                 course.close()
+            while True:
                 random = states(self.device)  # who is told may draw numbers of its own
-                told(course)
+                told(course.rows)
                 restore(random)
                 if course.at == len(self.stream):
-                    return course.result(config, made)
+                    return course
                 course.train()
+                course.close()
 
     def config(self, method: Method) -> dict[str, Any]:
         """That of the run with a method."""
@@ -94,8 +158,10 @@ class Start:
         """Trained on the first task, and the random states after it; None where trials differ in it or cannot be forked."""
         if not all(d.search.late for d in self.at):
             return None
-        with self._seeded():
-            course, random = self._begun(copy.deepcopy(self.method)), states(self.device)
+        with nullcontext() if self._first is None else self._first.alone(), self._seeded():
+            course = self._begun(copy.deepcopy(self.method), self._first)
+            course.train()
+            random = states(self.device)
         if why := unfaithful(course):
             warnings.warn(f"Trials do not share the first task: {why}", stacklevel=2)
             return None
@@ -108,13 +174,14 @@ class Start:
         self._made.append(model)
         return model
 
-    def _begun(self, method: Method) -> Course:
-        model = self._build()
-        course = Course(
-            model, method, self.stream, self.training, self.optimizer, self.keep_optimizer, "valid", Journal()
-        )
-        course.train()
-        return course
+    @cached_property
+    def _first(self) -> Checkpoints | None:
+        """Of the first task, as all trials share it."""
+        return checkpoints_of(self.folder, self.config(self.method), self.stream, self.every)
+
+    def _begun(self, method: Method, saver: Checkpoints | None) -> Course:
+        t, made = self.training, self._build()
+        return Course(made, method, self.stream, t, self.optimizer, self.keep_optimizer, "valid", Journal(), saver)
 
     def _seeded(self) -> AbstractContextManager[None]:
         return seeded(derive(self.training.seed, "model"), self.device)

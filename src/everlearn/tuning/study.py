@@ -21,13 +21,13 @@ from everlearn.fingerprint import fingerprint
 from everlearn.method import Method, label
 from everlearn.results import Result
 from everlearn.stream import Stream
-from everlearn.trainer.course import Course
+from everlearn.trainer.checkpoints import Every
 from everlearn.trainer.training import OptimizerFactory, Training, adam, hide_bar
 from everlearn.tuning import archive
 from everlearn.tuning.archive import ENDED
 from everlearn.tuning.side_by_side import Report, side_by_side
 from everlearn.tuning.space import Dimension, Given, Value, changed, check_values, dimensions
-from everlearn.tuning.start import Start
+from everlearn.tuning.start import GivenUp, Start
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,7 @@ def tune(
     device: str | torch.device | None = None,
     out: str | os.PathLike[str] = "runs/tune",
     workers: int = 1,
+    checkpoint: Every | None = Every(),  # noqa: B008 - frozen
     told: Callable[[int, int, Trial], None] | None = None,
 ) -> Tuned:
     """Find the values of a method's fields with which it does best on validation data, after the last task.
@@ -105,6 +106,7 @@ def tune(
         device: where to train.
         out: a folder for the study and the results of all trials; the same call goes on where it was stopped.
         workers: trials side by side, in processes of one thread each; which values are proposed then depends on who is ready first.
+        checkpoint: how often a trial writes down where it is; one that was killed goes on from there.
         told: who is told of every trial: its number, how many there are, and what came of it.
     """
     check_settings({"trials": trials, "seeds": seeds, "workers": workers}, None, "float32")
@@ -113,25 +115,26 @@ def tune(
     _check_fresh(method)
     place = torch.device(device) if device is not None else None
     each = [replace(training, seed=training.seed + s) for s in range(seeds)]
+    folder = Path(out)
+    made = [stream(t.seed) if callable(stream) else stream for t in each]
     starts = [
-        Start(
-            make_model, method, at, stream(t.seed) if callable(stream) else stream, t, optimizer, keep_optimizer, place
-        )
-        for t in each
+        Start(make_model, method, at, s, t, optimizer, keep_optimizer, place, folder, checkpoint)
+        for s, t in zip(made, each, strict=True)
     ]
-    folder = atomic.writable_folder(out)
-    with archive.study(optuna, folder / "study.db", at, starts, trials) as study:
+    with archive.study(optuna, atomic.writable_folder(folder) / "study.db", at, starts, trials) as study:
         seen = [_trial(t) for t in study.trials if t.state.name in ENDED]
         trials = min(trials, archive.most(at, trials))
         hidden = hide_bar(training.progress)
         with tqdm(total=trials, initial=len(seen), desc=f"tune {label(method)}", leave=False, disable=hidden) as bar:
-            asked = Asked(study, optuna, at, starts, prune, folder / "trials", trials)
+            asked = Asked(study, optuna, at, starts, prune, trials)
             for trial in asked.one_by_one() if workers == 1 else asked.together(workers):
                 seen.append(trial)
                 if told is not None:
                     told(len(seen), trials, seen[-1])
                 bar.update()
                 bar.set_postfix_str(f"best so far {_best(seen)}")
+        for start in starts:
+            start.close()
     best = _best(seen)
     if best.score is None:
         raise ValueError(f"Every trial has failed, the last one because of this: {seen[-1].why}")
@@ -156,7 +159,6 @@ class Asked:
         at: the fields.
         starts: a seed each.
         prune: give up hopeless trials.
-        folder: of the results.
         trials: how many there shall be.
     """
 
@@ -165,7 +167,6 @@ class Asked:
     at: Sequence[Dimension]
     starts: Sequence[Start]
     prune: bool
-    folder: Path
     trials: int
 
     def one_by_one(self) -> Iterator[Trial]:
@@ -200,15 +201,15 @@ class Asked:
     def _learn(self, values: Sequence[Value], hopeless: Report) -> dict[str, Any]:
         """What comes of these values, over all seeds."""
         results: list[Result] = []
-        told_of: set[int] = set()
+        told_of: set[int] = set()  # a part of a task may have ended, or a process that was killed have told of it
 
-        def told(course: Course) -> None:
-            step = len(results) * len(course.stream.exams) + len(course.rows)
-            if len(course.rows) in (0, len(course.stream.exams)) or step in told_of:
-                return  # nothing is tested yet, or all is, or a part of a task has ended
-            told_of.add(step)
-            if hopeless(course.so_far, step):
-                raise GivenUp(f"given up after task {len(course.rows)}")
+        def told(rows: Sequence[Sequence[float]]) -> None:
+            tasks = len(self.starts[0].stream.exams)
+            for learned, row in enumerate(rows[: tasks - 1], 1):
+                step = len(results) * tasks + learned
+                if step not in told_of and hopeless(fmean(row[:learned]), step):
+                    raise GivenUp(f"given up after task {learned}")
+                told_of.add(step)
 
         try:
             changed(self.starts[0].method, self.at, values)
@@ -217,7 +218,6 @@ class Asked:
         try:
             for start in self.starts:
                 results.append(start.learn(values, told))
-                results[-1].save(self.folder)
         except (GivenUp, FloatingPointError) as error:  # a strength can be too much for the optimizer
             return {"why": str(error)}
         return {
@@ -239,16 +239,16 @@ class Asked:
         return _trial(self.study.tell(trial, score))
 
 
-class GivenUp(Exception):
-    """A trial is worse than most."""
-
-
 def _hopeless(study: Any, number: int, score: float, step: int) -> bool:
     """Whether three quarters of the trials before were better at this step.
 
     Optuna's own pruners take a trial's best step instead, which while forgetting is always the first.
     """
-    others = [t.intermediate_values[step] for t in study.trials if t.number != number and step in t.intermediate_values]
+    others = [
+        t.intermediate_values[step]
+        for t in study.trials
+        if t.number != number and t.state.name != "FAIL" and step in t.intermediate_values  # failed, it is tried again
+    ]
     return len(others) >= 4 and score < quantiles(others, n=4)[0]
 
 

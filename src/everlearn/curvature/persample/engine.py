@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
-from everlearn.curvature.persample.operations import Broadcast, Expansion, Layout, Operation
+from everlearn.curvature.persample.operations import Broadcast, Expansion, Layout, Operation, repeated
 from everlearn.curvature.persample.probe import close, find_layout, kronecker_pairs, refuse_mixing, unlike_the_first
 from everlearn.curvature.persample.statistics import Elementwise, Statistic
 from everlearn.curvature.persample.tap import Tap
@@ -150,7 +150,12 @@ class PerExample:
         uses = Counter(name for operation in first.operations for name in operation.names.values())
         shapes = [v.shape[1:] for v in tree_leaves(inputs[0])]
         plan = Plan(operations, uses, general, {}, shapes, first.held // len(first.out))
-        general = general | self._unconfirmed(inputs[0], first.out, plan)
+        wrong = self._unconfirmed(inputs[0], first.out, plan)
+        shared = {name for _, names, layout, _ in operations if layout.shared for name in names.values()}
+        if wrong and shared:  # perhaps examples do not come first where its vectors go
+            plan = plan._replace(general=general | shared)
+            wrong = self._unconfirmed(inputs[0], first.out, plan)
+        general = plan.general | wrong
         return plan._replace(general=general, pairs=kronecker_pairs(first.operations, uses, general))
 
     def _record(self, x: Any) -> _Record:
@@ -166,7 +171,10 @@ class PerExample:
             met.append((operation, operation.x._version))
             return y
 
-        with torch.enable_grad(), Tap(self.parameters, meet) as tap:  # nothing needs a gradient, so no graph is made
+        with (
+            torch.enable_grad(),
+            Tap(self.parameters, meet, self.model.buffers()) as tap,
+        ):  # nothing needs a gradient, so no graph is made
             out = _checked(self.model(x), x)
         changed = {n for o, version in met if o.x._version != version for n in o.names.values()}
         return _Record([operation for operation, _ in met], out, tap.unknown | changed, tap.reorders, held)
@@ -177,7 +185,7 @@ class PerExample:
         squares = Elementwise(self.parameters)
         try:
             self._tapped(some, squares, plan).backward([s], last=True)
-        except _Changed:
+        except (_Changed, RuntimeError, ValueError, TypeError, IndexError):
             return set(self.parameters)
         squares.end_chunk()
         truth = Elementwise(self.parameters)
@@ -204,6 +212,10 @@ class PerExample:
                 raise _Changed
             if plan.general.issuperset(names.values()):
                 return call(*args, **kwargs)
+            if operation.layout.shared:
+                y, numbers = call(*args, **kwargs), operation.x
+                operation.x = repeated(numbers, numbers, examples)
+                return tapped.listen(repeated(y, numbers, examples).clone(), operation, examples)
             if not isinstance(operation, (Broadcast, Expansion)):
                 length = operation.x.shape[operation.layout.axis]
                 if length % examples or ((rows == 1 or same_shape) and length != rows * examples):

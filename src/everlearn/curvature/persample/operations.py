@@ -21,11 +21,13 @@ Pieces = tuple[Tensor, ...]
 
 class Layout(NamedTuple):
     """Where the examples are in a tensor: on which axis and, where that axis holds several rows per example, in which
-    order, all rows of an example together (``major``) or all first rows before all second ones.
+    order, all rows of an example together (``major``) or all first rows before all second ones. A ``shared`` tensor has no
+    examples in it: it is the same for all, as the numbers of places are whose vectors are added to every sentence.
     """
 
     axis: int
     major: bool = True
+    shared: bool = False
 
     def first(self, tensor: Tensor, examples: int) -> Tensor:
         """The tensor with examples on the first axis and, if there are several, their rows on the second."""
@@ -189,6 +191,7 @@ class Embedding(Operation):
 
     entries: int
     padding: int | None
+    constant: bool  # whether the numbers are the same whatever the data are
 
     def pieces(self, d: Tensor, examples: int) -> Pieces:
         """Numbers [examples, positions] and gradients [examples, positions, features]; padding has none."""
@@ -245,6 +248,18 @@ class Expansion(Operation):
     def gradient(self, role: str, pieces: Pieces) -> Tensor:
         """As it arrives."""
         return pieces[0].reshape(-1, *self.shape).clone()
+
+
+def repeated(shared: Tensor, numbers: Tensor, examples: int) -> Tensor:
+    """What is the same for all examples, once for each, on a first axis that arithmetic with examples would have given it.
+
+    Args:
+        shared: looked up by numbers, or these.
+        numbers: [places] or [1, places].
+        examples: how many.
+    """
+    own = shared[0] if numbers.dim() > 1 and len(numbers) == 1 else shared
+    return own.expand(examples, *own.shape)
 
 
 def cache_block(shape: Sequence[int], bytes_each: int, cache: int = 512 * 1024) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from everlearn.curvature.persample.operations import Broadcast, Expansion, Layout, Operation
+from everlearn.curvature.persample.operations import Broadcast, Embedding, Expansion, Layout, Operation
 
 
 def kronecker_pairs(operations: list[Operation], uses: Counter[str], general: set[str]) -> dict[str, str | None]:
@@ -36,6 +36,8 @@ def unlike_the_first(x: Any) -> int:
 def find_layout(joint: Operation, alone: list[Operation]) -> Layout | None:
     """Where two examples that are known apart are found again in their common tensor; None if that is not clear."""
     x, parts = joint.x, [operation.x for operation in alone]
+    if isinstance(joint, Embedding) and joint.constant and x.shape == parts[0].shape == parts[1].shape:
+        return Layout(0, shared=True)
     if parts[0].shape != parts[1].shape or x.dim() != parts[0].dim():
         return None
     axes = [axis for axis in range(x.dim()) if x.shape[axis] != parts[0].shape[axis]]

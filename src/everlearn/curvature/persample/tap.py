@@ -7,8 +7,9 @@ inside it are seen; anything else is an unknown use of the parameters in it.
 
 from __future__ import annotations
 
+import re
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from typing import Any
 
@@ -30,6 +31,7 @@ ARITHMETIC = {
     *(torch.sub, Tensor.sub, Tensor.__sub__, Tensor.__rsub__, torch.div, Tensor.div, Tensor.__truediv__),
 }
 IN_PLACE = {Tensor.add_, Tensor.__iadd__, Tensor.mul_, Tensor.__imul__}
+IN_PLACE_NAME = re.compile(r"__setitem__|__i\w+__|\w*[^_]_")
 PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm}
 TURNED = {Tensor.t, torch.t, Tensor.T.__get__, Tensor.mT.__get__}  # type: ignore[attr-defined]
 HARMLESS = {Tensor.detach, Tensor.data.__get__}  # type: ignore[attr-defined]
@@ -41,21 +43,24 @@ class Tap(TorchFunctionMode):
     Args:
         parameters: those tracked, by name.
         meet: called with the operation and the call behind it; does the call and returns its result.
+        constants: tensors that do not depend on the data, such as buffers.
     """
 
-    def __init__(self, parameters: Params, meet: Handle) -> None:
+    def __init__(self, parameters: Params, meet: Handle, constants: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self.meet, self.unknown = meet, set[str]()
         self.reorders = False  # whether the data decide which rows go where, so that a probe says nothing about others
         self._known = {id(p): (name, False) for name, p in parameters.items()}  # False: as it is, True: transposed
         self._alive: list[Tensor] = []  # transposed views, kept so that their ids stay theirs
+        self._constant = {id(t): t for t in constants}  # and what is made of them alone
 
     def __torch_function__(self, func: Call, types_: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        met = {self._known[id(t)][0] for t in _tensors((args, kwargs)) if id(t) in self._known}
+        used = [*_tensors((args, kwargs))]
+        met = {self._known[id(t)][0] for t in used if id(t) in self._known}
         if not met:
-            self.reorders = self.reorders or _reorders(func, args)
-            return func(*args, **kwargs)
+            self.reorders = self.reorders or self._reorders(func, args, kwargs)
+            return self._followed(func, used, func(*args, **kwargs))
         if not torch.is_grad_enabled():  # inside a custom function: its backward pass is not made of what is seen here
             self.unknown |= met
             return func(*args, **kwargs)
@@ -72,6 +77,24 @@ class Tap(TorchFunctionMode):
         elif func not in HARMLESS and any(True for _ in _tensors(result)):
             self.unknown |= met
         return result
+
+    def _followed(self, func: Call, used: list[Tensor], result: Any) -> Any:
+        """The result, known as a constant if it is made of constants, or of nothing but numbers."""
+        if all(map(self.is_constant, used)):
+            self._constant |= {id(t): t for t in _tensors(result)}
+        elif IN_PLACE_NAME.fullmatch(getattr(func, "__name__", "")):
+            self._constant.pop(id(used[0]), None)
+        return result
+
+    def _reorders(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether rows are picked by numbers that the data have a part in."""
+        if func not in PICKS and func is not Tensor.__getitem__:
+            return False
+        return any(t.dim() and not self.is_constant(t) for t in _tensors((args[1:], kwargs)))
+
+    def is_constant(self, tensor: Tensor) -> bool:
+        """Whether it is the same whatever the data are."""
+        return id(tensor) in self._constant
 
     def _name(self, tensor: Any) -> str | None:
         return self._known[id(tensor)][0] if id(tensor) in self._known else None
@@ -163,7 +186,7 @@ class Tap(TorchFunctionMode):
         if max_norm is not None or scale_grad_by_freq or self._is_turned(weight):
             return None
         padding = padding_idx if padding_idx is None or padding_idx >= 0 else padding_idx + len(weight)
-        return Embedding(self._roles(weight=weight), input, len(weight), padding)
+        return Embedding(self._roles(weight=weight), input, len(weight), padding, self.is_constant(input))
 
     def _arithmetic(self, func: Call, a: Any, b: Any) -> Broadcast | None:
         place = 0 if self._name(a) else 1
@@ -204,10 +227,6 @@ PICKS = {
     *(torch.index_select, Tensor.index_select, torch.masked_select, Tensor.masked_select),
     *(torch.gather, Tensor.gather, torch.take_along_dim, Tensor.take_along_dim),
 }
-
-
-def _reorders(func: Call, args: tuple[Any, ...]) -> bool:
-    return func in PICKS or (func is Tensor.__getitem__ and any(t.dim() for t in _tensors(args[1:])))
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
