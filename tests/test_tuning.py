@@ -343,6 +343,67 @@ def test_side_by_side_an_error_is_raised_here(tmp_path):
         tune(net, Wrong(), digits(), trials=4, training=TRAINING, out=tmp_path, workers=2)
 
 
+def elsewhere(folder, runs):
+    """As a cluster would: each a run of its own."""
+    for i, (method, seed) in enumerate(runs):
+        if method.strength > 1e5:
+            yield i, RuntimeError("its job has failed")
+        else:
+            yield i, everlearn.run(net, method, digits(), epochs=2, batch_size=32, seed=seed, split="valid", out=folder)
+
+
+def test_elsewhere_a_trial_is_what_it_is_here(tmp_path):
+    settings = {"training": TRAINING, "prune": False, "fields": {"strength": (1, 1e6)}, "seeds": 2, "trials": 4}
+    here = tune(net, EWC(), digits(), out=tmp_path / "here", **settings)
+    asked = []
+
+    def runs(some):
+        asked.append(len(some))
+        return elsewhere(tmp_path / "there" / "trials", some)
+
+    there = tune(net, EWC(), digits(), out=tmp_path / "there", workers=3, elsewhere=runs, **settings)
+    assert asked == [6, 2]
+    known = {t.values["strength"]: t for t in here.trials}
+    assert {t.why for t in there.trials if t.values["strength"] > 1e5} == {"its job has failed"}
+    for trial in there.trials:
+        if trial.score is not None and trial.values["strength"] in known:
+            assert trial == known[trial.values["strength"]]
+    assert sum(t.score is not None for t in there.trials) >= 2
+
+
+def test_elsewhere_an_error_of_the_method_is_raised_and_fields_that_do_not_fit_are_noted(tmp_path):
+    settings = {"training": TRAINING, "trials": 2, "workers": 2}
+
+    def wrong(runs):
+        yield 0, TypeError("not like this")
+
+    with pytest.raises(TypeError, match="not like this"):
+        tune(net, EWC(), digits(), out=tmp_path, elsewhere=wrong, seeds=1, **settings)
+    found = tune(
+        net, EWC(decay=0.5, mode="online"), digits(), out=tmp_path / "words", fields={"mode": None}, **settings,
+        elsewhere=lambda runs: elsewhere(tmp_path / "words" / "trials", runs),
+    )  # fmt: skip
+    assert {t.values["mode"]: t.score is None for t in found.trials} == {"separate": True, "online": False}
+
+
+@SLOW
+@pytest.mark.filterwarnings("ignore")  # of ray
+@pytest.mark.enable_socket
+def test_a_ray_cluster_finds_what_one_process_finds(tmp_path, capsys):
+    ray = pytest.importorskip("ray")
+    words = "tune --methods ewc --scenario domain --first 2 --epochs 1 --hidden 16 --threads 1 --trials 3 --no-prune"
+    assert start([*words.split(), "--out", str(tmp_path / "here")]) == 0
+    try:
+        assert start([*words.split(), "--cluster", "ray", "--workers", "3", "--out", str(tmp_path / "there")]) == 0
+    finally:
+        ray.shutdown()
+    one, two = (
+        everlearn.results.load(tmp_path / place / "digits-domain-ewc" / "trials") for place in ("here", "there")
+    )
+    assert [r.config for r in one] == [r.config for r in two] and len(one) == 3
+    assert all((a.accuracy == b.accuracy).all() for a, b in zip(one, two, strict=True))
+
+
 def test_one_process_at_a_time(tmp_path):
     with atomic.alone(tmp_path / "study.lock"), pytest.raises(ValueError, match="Another process"):
         tune(net, EWC(), digits(), trials=1, training=TRAINING, out=tmp_path)
@@ -475,7 +536,8 @@ def test_the_command_leaves_a_file_that_runs(tmp_path, capsys):
         ("tune --fields ewc.strenght", "no field 'strenght'"),
         ("tune --fields strength", "METHOD.FIELD"),
         ("tune --methods ewc --fields si.strength", "not among the methods"),
-        ("tune --cluster ray", "on this machine"),
+        ("tune --cluster ray", "how many trials"),
+        ("tune --track wandb", "not tracked"),
     ],
 )
 def test_the_command_answers_wrong_words(words, message, capsys):

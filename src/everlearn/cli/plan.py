@@ -163,6 +163,7 @@ class Cell:
     method: Method
     joint: bool
     seed: int
+    first: int | None = None  # so many tasks alone
 
     def __str__(self) -> str:
         what = "joint" if self.joint else label(self.method)
@@ -187,7 +188,8 @@ class Cell:
         if "root" in inspect.signature(make).parameters:
             given["root"] = p.data
         stream: Stream = make(scenario=self.scenario, seed=self.seed, valid=p.valid, **given)
-        return stream.foreseen() if p.foreseen else stream
+        stream = stream.foreseen() if p.foreseen else stream
+        return stream if self.first is None else stream.first(self.first)
 
 
 def cells(plan: Plan) -> Iterator[Cell]:

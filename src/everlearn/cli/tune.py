@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import fields
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,13 @@ from pydantic import BaseModel, ConfigDict, Field
 from everlearn import atomic
 from everlearn.cli.names import UsageError, look_up, parse_settings, words
 from everlearn.cli.plan import Cell, Plan, cells, optimizer
+from everlearn.cli.workers import Outcome, outcomes
 from everlearn.method import Method, label, parts
 from everlearn.methods import METHODS
 from everlearn.report.table import columns
 from everlearn.results import amount, readable
 from everlearn.stream import Stream
+from everlearn.trainer import Every
 from everlearn.trainer.training import Training
 from everlearn.tuning import Trial, Tuned, tune
 from everlearn.tuning.picture import png
@@ -53,8 +57,10 @@ class Trials(Plan):
 
 def tuned(plan: Trials, options: Tuning) -> None:
     """A study for every stream, scenario and method of the plan; seeds are averaged."""
-    if plan.cluster or plan.track:
-        raise UsageError("Trials run on this machine and are not tracked: leave --cluster and --track out.")
+    if plan.track:
+        raise UsageError("Trials are not tracked: leave --track out.")
+    if plan.cluster and plan.workers == 1:
+        raise UsageError("Say how many trials shall run on the cluster at a time, as in --workers 8.")
     todo, wanted = [cell for cell in cells(plan) if cell.seed == 0], _fields(options.fields)
     if any(cell.joint for cell in todo):
         raise UsageError("'joint' has no strength to tune: name methods, as in --methods ewc,si.")
@@ -63,8 +69,8 @@ def tuned(plan: Trials, options: Tuning) -> None:
             f"--fields names {', '.join(sorted(strange))}, which is not among the methods ({plan.methods})."
         )
     for cell in todo:
-        streams = [Cell(plan, cell.stream, cell.scenario, cell.method, False, s).made() for s in range(plan.seeds)]
-        streams = streams if options.first is None else [stream.first(options.first) for stream in streams]
+        cell = replace(cell, first=options.first)
+        streams = [replace(cell, seed=seed).made() for seed in range(plan.seeds)]
         folder = plan.out / readable(cell.stream, cell.scenario, label(cell.method))
         found = _study(cell, streams, options, wanted, folder)
         best, picture = folder / "best.yaml", folder / "trade-off.png"
@@ -97,8 +103,15 @@ def _study(
     return tune(
         p.net_maker, cell.method, streams.__getitem__, fields=fields or None, trials=options.trials, seeds=p.seeds,
         prune=options.prune, training=training, optimizer=optimizer(p), keep_optimizer=p.keep_optimizer, device=p.device,
-        out=folder, workers=p.workers, told=None if sys.stderr.isatty() else _line,
+        out=folder, workers=p.workers, elsewhere=None if p.cluster is None else partial(_on_cluster, cell, folder / "trials"),
+        checkpoint=Every(p.checkpoint_steps, p.checkpoint_minutes), told=None if sys.stderr.isatty() else _line,
     )  # fmt: skip
+
+
+def _on_cluster(cell: Cell, folder: Path, runs: Sequence[tuple[Method, int]]) -> Iterator[tuple[int, Outcome]]:
+    plan = cell.plan.model_copy(update={"out": folder})
+    todo = [replace(cell, plan=plan, method=method, seed=seed) for method, seed in runs]
+    return outcomes(todo, plan.workers, plan.threads, cluster=plan.cluster)
 
 
 def _line(number: int, trials: int, trial: Trial) -> None:

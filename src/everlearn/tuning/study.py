@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from statistics import fmean, quantiles
 from typing import Any
@@ -28,6 +30,9 @@ from everlearn.tuning.archive import ENDED
 from everlearn.tuning.side_by_side import Report, side_by_side
 from everlearn.tuning.space import Dimension, Given, Value, changed, check_values, dimensions
 from everlearn.tuning.start import GivenUp, Start
+
+Runs = Callable[[Sequence[tuple[Method, int]]], Iterable[tuple[int, Result | Exception]]]
+"""From methods and seeds the runs on validation data: which has ended, and what came of it."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,7 @@ def tune(
     device: str | torch.device | None = None,
     out: str | os.PathLike[str] = "runs/tune",
     workers: int = 1,
+    elsewhere: Runs | None = None,
     checkpoint: Every | None = Every(),  # noqa: B008 - frozen
     told: Callable[[int, int, Trial], None] | None = None,
 ) -> Tuned:
@@ -106,6 +112,8 @@ def tune(
         device: where to train.
         out: a folder for the study and the results of all trials; the same call goes on where it was stopped.
         workers: trials side by side, in processes of one thread each; which values are proposed then depends on who is ready first.
+        elsewhere: who does runs on other machines; there so many trials as workers are proposed at a time, each is a run of its
+            own from the first task on, and none is given up.
         checkpoint: how often a trial writes down where it is; one that was killed goes on from there.
         told: who is told of every trial: its number, how many there are, and what came of it.
     """
@@ -127,7 +135,7 @@ def tune(
         hidden = hide_bar(training.progress)
         with tqdm(total=trials, initial=len(seen), desc=f"tune {label(method)}", leave=False, disable=hidden) as bar:
             asked = Asked(study, optuna, at, starts, prune, trials)
-            for trial in asked.one_by_one() if workers == 1 else asked.together(workers):
+            for trial in asked.ended(workers, elsewhere):
                 seen.append(trial)
                 if told is not None:
                     told(len(seen), trials, seen[-1])
@@ -169,18 +177,35 @@ class Asked:
     prune: bool
     trials: int
 
-    def one_by_one(self) -> Iterator[Trial]:
-        """Each trial when it has ended."""
-        while (proposed := self._propose()) is not None:
-            trial, values = proposed
-            yield self._note(trial, self._learn(values, partial(self._is_hopeless, trial)))
+    def ended(self, workers: int, elsewhere: Runs | None) -> Iterator[Trial]:
+        """Each trial when it has ended: one after the other, side by side, or elsewhere."""
+        if elsewhere is not None:
+            yield from self._in_rounds(workers, elsewhere)
+        elif workers > 1:
+            for start in self.starts:
+                start.prepare()  # once, before processes are made
+            for trial, outcome in side_by_side(self._propose, self._learn, self._is_hopeless, workers):
+                yield self._note(trial, outcome)
+        else:
+            for trial, values in iter(self._propose, None):
+                yield self._note(trial, self._learn(values, partial(self._is_hopeless, trial)))
 
-    def together(self, workers: int) -> Iterator[Trial]:
-        """The same, several at a time."""
-        for start in self.starts:
-            start.prepare()  # once, before processes are made
-        for trial, outcome in side_by_side(self._propose, self._learn, self._is_hopeless, workers):
-            yield self._note(trial, outcome)
+    def _in_rounds(self, workers: int, elsewhere: Runs) -> Iterator[Trial]:
+        """So many at a time; the next when all have ended."""
+        seeds = [start.training.seed for start in self.starts]
+        while proposed := list(islice(iter(self._propose, None), workers)):
+            runs: list[tuple[Any, Method, int]] = []
+            for trial, values in proposed:
+                try:
+                    runs += [(trial, changed(self.starts[0].method, self.at, values), seed) for seed in seeds]
+                except ValueError as error:  # fields that do not go together
+                    yield self._note(trial, {"why": str(error)})
+            came: dict[int, dict[int, Result | Exception]] = defaultdict(dict)
+            for i, outcome in elsewhere([(method, seed) for _, method, seed in runs]):
+                trial, _, seed = runs[i]
+                came[trial.number][seed] = outcome
+                if len(came[trial.number]) == len(seeds):
+                    yield self._note(trial, _outcome([came[trial.number][s] for s in seeds]))
 
     def _propose(self) -> tuple[Any, list[Value]] | None:
         """Values to try; among them those that are being tried count as what lies between their neighbours."""
@@ -220,11 +245,7 @@ class Asked:
                 results.append(start.learn(values, told))
         except (GivenUp, FloatingPointError) as error:  # a strength can be too much for the optimizer
             return {"why": str(error)}
-        return {
-            "old": fmean(float(r.accuracy[-1, :-1].mean()) for r in results),
-            "new": fmean(r.learning_accuracy for r in results),
-            "score": fmean(r.average_accuracy for r in results),
-        }
+        return _scores(results)
 
     def _is_hopeless(self, trial: Any, score: float, step: int) -> bool:
         trial.report(score, step)
@@ -237,6 +258,24 @@ class Asked:
         if score is None:
             return _trial(self.study.tell(trial, state=self.optuna.trial.TrialState.PRUNED))
         return _trial(self.study.tell(trial, score))
+
+
+def _scores(results: Sequence[Result]) -> dict[str, Any]:
+    return {
+        "old": fmean(float(r.accuracy[-1, :-1].mean()) for r in results),
+        "new": fmean(r.learning_accuracy for r in results),
+        "score": fmean(r.average_accuracy for r in results),
+    }
+
+
+def _outcome(came: Sequence[Result | Exception]) -> dict[str, Any]:
+    """What came of a trial's runs; what says that the trial was wrong, or its machine, is noted, any other error raised."""
+    for error in came:
+        if isinstance(error, (FloatingPointError, RuntimeError)):
+            return {"why": str(error)}
+        if isinstance(error, Exception):
+            raise error
+    return _scores([one for one in came if isinstance(one, Result)])
 
 
 def _hopeless(study: Any, number: int, score: float, step: int) -> bool:
