@@ -11,7 +11,30 @@ from statistics import median
 import torch
 from tqdm import tqdm
 
-from everlearn import AGEM, ER, EWC, GEM, HAT, L2, MAS, PNN, SI, DERpp, LwF, Method, PackNet, nets, streams
+from everlearn import (
+    AGEM,
+    DEN,
+    DER,
+    ER,
+    ERACE,
+    EWC,
+    GEM,
+    HAT,
+    L2,
+    MAS,
+    PNN,
+    SI,
+    DERpp,
+    ExpandableRepresentation,
+    ExpandNet,
+    Freeze,
+    GenerativeReplay,
+    LwF,
+    Method,
+    PackNet,
+    nets,
+    streams,
+)
 from everlearn.cost import state_bytes
 from everlearn.trainer.lesson import Lesson
 from everlearn.trainer.training import Training, adam
@@ -26,14 +49,21 @@ METHODS = {
     "MAS": lambda: MAS(0.1),
     "LwF": LwF,
     "ER": lambda: ER(1000),
+    "ER-ACE": lambda: ERACE(1000),
+    "DER": lambda: DER(1000),
     "DER++": lambda: DERpp(1000),
     "A-GEM": lambda: AGEM(1000, 32),
+    "generative": GenerativeReplay,
+    "Freeze": Freeze,
     "HAT": HAT,
     "PackNet": lambda: PackNet(prune=0.97, first=0.97),
     "GEM": lambda: GEM(1000),
     "PNN": PNN,
+    "ExpandNet": ExpandNet,
+    "DEN": DEN,
+    "expandable": lambda: ExpandableRepresentation(1000),
 }
-GROW = {"GEM", "PNN"}
+GROW = {"GEM", "PNN", "ExpandNet", "DEN", "expandable"}
 
 
 def learn(make, tasks):

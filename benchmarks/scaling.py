@@ -14,7 +14,30 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from everlearn import AGEM, ER, EWC, HAT, L2, MAS, SI, DERpp, LwF, Method, PackNet, Task, allowed_classes
+from everlearn import (
+    AGEM,
+    DEN,
+    DER,
+    ER,
+    ERACE,
+    EWC,
+    GEM,
+    HAT,
+    L2,
+    MAS,
+    PNN,
+    SI,
+    DERpp,
+    ExpandableRepresentation,
+    ExpandNet,
+    Freeze,
+    GenerativeReplay,
+    LwF,
+    Method,
+    PackNet,
+    Task,
+    allowed_classes,
+)
 from everlearn.cost import peak_memory, reset_peak_memory, state_bytes
 from everlearn.trainer.lesson import Lesson
 from everlearn.trainer.training import Training
@@ -30,10 +53,19 @@ METHODS = {
     "SI": SI,
     "LwF": LwF,
     "ER": lambda: ER(64),
+    "ER-ACE": lambda: ERACE(64),
+    "DER": lambda: DER(64),
     "DER++": lambda: DERpp(64),
     "A-GEM": lambda: AGEM(64, 16),
+    "GEM": lambda: GEM(64),
+    "generative": GenerativeReplay,
+    "Freeze": Freeze,
     "HAT": HAT,
     "PackNet": PackNet,
+    "PNN": PNN,
+    "ExpandNet": ExpandNet,
+    "DEN": DEN,
+    "expandable": lambda: ExpandableRepresentation(64),
 }
 
 

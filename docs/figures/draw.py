@@ -112,7 +112,7 @@ def many_tasks():
     figure = Figure(figsize=(9, 4.2), layout="constrained")
     steps, kept = figure.subplots(1, 2)
     for i, (name, rows) in enumerate(found.items()):
-        style = {"label": name, "color": f"C{i % 10}", "linestyle": ("-", "--")[i // 10], "linewidth": 1.3}
+        style = {"label": name, "color": f"C{i % 10}", "linestyle": ("-", "--", ":")[i // 10], "linewidth": 1.3}
         parts = [rows[k : k + 10] for k in range(0, len(rows), 10)]
         steps.semilogy([part[-1][0] for part in parts], [median(r[1] for r in part) for part in parts], **style)
         kept.semilogy([r[0] for r in rows], [r[2] or None for r in rows], **style)
