@@ -1,7 +1,7 @@
 # The checks that CI runs; `make check` before every push.
-.PHONY: check lint types test docs benchmarks
+.PHONY: check lint types test pages docs benchmarks
 
-check: lint types test
+check: lint types test pages
 
 lint:
 	ruff check .
@@ -12,6 +12,9 @@ types:
 
 test:
 	python -m pytest
+
+pages: # the site and the long examples, which the tests leave out by default
+	python -m pytest -m slow tests/test_site.py tests/test_docs.py
 
 docs:
 	sphinx-build -W --keep-going -n -q docs build/docs

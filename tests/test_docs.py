@@ -15,7 +15,14 @@ def blocks(page, language):
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=lambda p: p.name)
+LONG = {"quickstart_researcher.md"}
+
+
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(p, marks=[pytest.mark.slow] * (p.name in LONG)) for p in PAGES if blocks(p, "python")],
+    ids=lambda p: p.name,
+)
 def test_python_examples_run_from_top_to_bottom(page, tmp_path, monkeypatch, request):
     monkeypatch.chdir(tmp_path)
     if page.name == "integrations.md":
@@ -73,6 +80,7 @@ def test_commands_are_understood(line):
     assert start([*line.split()[1:], "--dry-run"]) == 0
 
 
+@pytest.mark.slow
 def test_figures_can_be_drawn_again(tmp_path):
     runpy.run_path(str(ROOT / "docs/figures/draw.py"))["main"](tmp_path)
     assert {p.name for p in tmp_path.iterdir()} == {p.name for p in (ROOT / "docs/figures").glob("*.svg")}

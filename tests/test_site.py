@@ -7,6 +7,8 @@ from html.parser import HTMLParser
 from pathlib import Path
 from types import ModuleType
 
+import pytest
+
 import everlearn
 
 ROOT = Path(__file__).parents[1]
@@ -25,6 +27,7 @@ class Requests(HTMLParser):
         self.found += [value for name, value in attributes if name == FETCHED.get(tag)]
 
 
+@pytest.mark.slow
 def test_the_site(tmp_path):  # one test, because the build takes most of its time
     arguments = ["-W", "--keep-going", "-n", "-q", "-d", tmp_path / "trees", ROOT / "docs", tmp_path / "html"]
     built = subprocess.run(

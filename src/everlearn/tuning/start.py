@@ -90,7 +90,7 @@ class Start:
             told: who is told after every task of the scores after each so far, and may raise ``GivenUp``.
         """
         method = changed(self.method, self.at, values)
-        config, folder = self.config(method), self.folder / "trials"
+        config, made, folder = self.config(method), provenance(), self.folder / "trials"
         saver = checkpoints_of(folder, config, self.stream, self.every)
         # Several fields may be given the same values twice at a time: the second trial reads the result of the first.
         with nullcontext() if saver is None else saver.alone(wait=True):
@@ -99,7 +99,7 @@ class Start:
                 told(result.accuracy.tolist())
             else:
                 try:
-                    result = self._learned(method, values, saver, told).result(config, provenance())
+                    result = self._learned(method, values, saver, told).result(config, made)
                 except (GivenUp, FloatingPointError):
                     if saver is not None:
                         saver.clear()
