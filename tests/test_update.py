@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 import everlearn
-from everlearn import ER, EWC, METHODS, SI, Method, Result, Task, atomic, heads, nets, streams
+from everlearn import ER, EWC, MAS, METHODS, SI, DERpp, LwF, Method, Result, Task, atomic, heads, nets, streams
 from everlearn.seeds import derive, seeded
 from everlearn.sources import Data
 from everlearn.trainer import Training
@@ -25,6 +26,7 @@ pytest.importorskip("cyclopts")
 from everlearn.cli.app import app, start
 
 FAST = Training(epochs=4, batch_size=32)
+QUICK = Training(iterations=2, batch_size=8)
 
 
 def make(outputs=4):
@@ -338,7 +340,7 @@ def test_killed_before_every_write(shop, monkeypatch):
         written = killing(patch, at=-1)
         both("whole")
         every = list(written)
-    assert every.count("current.json") == 4 and every.count("facts.json") == 3 and len(every) == 27
+    assert every.count("current.json") == 4 and every.count("facts.json") == 3 and len(every) == 29
     for at in range(len(every)):
         state = f"state-{at}"
         Path("model.safetensors").write_bytes(first)
@@ -362,10 +364,35 @@ def test_killed_while_deleting_old_versions(shop, monkeypatch):
         patch.setattr(State, "forget", lambda *_: (_ for _ in ()).throw(Killed))
         with pytest.raises(Killed):
             go(digits(0, 1, shift=2), versions=1)
-    Path(".model.safetensors.abcd1234").write_text("left by a process killed in the middle of a write")
     go(digits(0, 1, shift=3), versions=1)
     assert sorted(p.name for p in Path("state").glob("update-*")) == ["update-0003"]
-    assert not Path(".model.safetensors.abcd1234").exists()
+
+
+def test_what_a_killed_write_left_is_taken_away_and_nothing_else(shop):
+    go(digits(0, 1, shift=1), training=QUICK)
+
+    def cut(source, target):
+        raise Killed
+
+    left = []
+    for path in (Path("model.safetensors"), Path("state/current.json")):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("os.replace", cut)
+            patch.setattr(Path, "unlink", lambda *_, **__: None)  # who is killed tidies up nothing
+            with pytest.raises(Killed):
+                atomic.write(path, b"half of it")
+        left += path.parent.glob(f".{path.name}.*")
+    assert len(left) == 2
+    mine = [
+        Path(".model.safetensors.original"),
+        Path(".model.safetensors.abcd1234"),
+        Path("state/.current.json.original"),
+    ]
+    for path in mine:
+        path.write_text("a copy of somebody's own")
+    assert go(digits(0, 1, shift=2), training=QUICK).accepted
+    assert all(path.read_text() == "a copy of somebody's own" for path in mine)
+    assert not any(path.exists() for path in left)
 
 
 def test_killed_for_good_between_pointer_and_weights(shop):
@@ -402,10 +429,161 @@ def test_going_back_is_not_undone(shop):
     assert tree(shop) == before
     done = go(data, accept_weights=True)
     for said in (dry, done):
-        assert "model.safetensors is not what update 2 wrote; as you said, it is gone on from." in str(said)
-        assert "stopped" not in str(said) and said.number == 3
-        assert [said.before[2]] == everlearn.evaluate(load(make, older), Method(), [done.exams[1].task])
+        assert "model.safetensors is not what update 2 wrote, but that of update 1: as you said" in str(said)
+        assert "stopped" not in str(said) and said.number == 3 and [e.number for e in said.exams] == [1, 3]
+        assert [said.before[1]] == everlearn.evaluate(load(make, older), Method(), [done.exams[0].task])
     assert same_weights("model.safetensors", "state/update-0003/model.safetensors") and go(digits(0)).number == 4
+
+
+WORDS = ["zero", "one", "two", "three", "four", "five"]
+KINDS = {"er": ER(50), "derpp": DERpp(50), "ewc": EWC(5.0), "lwf": LwF(), "mas": MAS()}
+
+
+def worded(data, named):
+    return Data(*data, names=WORDS[: 1 + max(int(y.max()) for _, y in data)]) if named else data
+
+
+def grown(method, named, **options):
+    """Two updates, the second of which has let the output grow; the data of the second."""
+    known, bad = {"classes": WORDS[:4]} if named else {}, worded(digits(0, 1, 2, 3, 4, shift=2), named)
+    old, good = (worded(digits(0, 1, 2, 3, shift=shift), named) for shift in (0, 1))
+    first = go(good, method, old=old, training=QUICK, **known, **options)
+    shutil.copy("model.safetensors", "of-update-1.safetensors")
+    go(bad, method, training=QUICK, **options)
+    assert load(make, "model.safetensors")[3].out_features == 5
+    shutil.copy("of-update-1.safetensors", "model.safetensors")
+    return first, bad
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["named", "numbered"])
+@pytest.mark.parametrize("method", KINDS.values(), ids=KINDS.keys())
+def test_going_back_after_the_output_grew(method, named, shop):
+    first, bad = grown(method, named)
+    before = tree("state", but=("refused", ".lock", "current.json"))
+    data = worded(digits(0, 1, 2, 3, shift=-1), named)
+    done = go(data, method, training=QUICK, accept_weights=True)
+    assert done.accepted and done.number == 3 and "this goes on from update 1, with what its method knew" in str(done)
+    assert [exam.number for exam in done.exams] == [0, 1, 3] and done.before.items() >= first.after.items()
+    assert class_names("model.safetensors") == (WORDS[:4] if named else [])
+    assert load(make, "model.safetensors")[3].out_features == 4
+    assert tree("state").items() >= before.items(), "nothing that is kept is lost"
+    facts = json.loads(Path("state/update-0003/facts.json").read_text())
+    assert facts["from"] == 1 and sorted(facts["learned"].values()) == [1, 3] and set(facts["history"]) == set("013")
+    assert not {"exam-0002.safetensors", "learned-0002.bin"} & facts["files"].keys()
+    assert not np.isnan(np.tril(Result.load("state/update-0003/result.json").accuracy)).any()
+    again = go(bad, method, training=QUICK)
+    assert again.new and again.accepted and again.number == 4, "what was given up may be learned once more"
+    assert class_names("model.safetensors") == (WORDS[:5] if named else [])
+    assert load(make, "model.safetensors")[3].out_features == 5 and len(again.exams) == 4
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["named", "numbered"])
+@pytest.mark.parametrize("method", KINDS.values(), ids=KINDS.keys())
+def test_weights_with_fewer_outputs_than_the_state_knows(method, named, shop):
+    first, bad = grown(method, named, versions=1)  # so that update 1 is not kept, and the file is nobody's
+    with pytest.raises(ValueError, match="somebody has changed it"):
+        go(bad, method, training=QUICK)
+    data = worded(digits(0, 1, 2, 3, 5 if named else 4, shift=-1), named)
+    done = go(data, method, training=QUICK, accept_weights=True)
+    assert done.accepted and done.number == 3 and [exam.number for exam in done.exams] == [0, 1, 2, 3]
+    assert done.before.items() >= first.after.items(), "measured as it was deployed"
+    assert "The weights have 4 outputs, those of the last update had 5: the others begin anew." in str(done)
+    assert ("New classes: five. The output layer grew from 4 to 6 outputs" in str(done)) == named
+    assert class_names("model.safetensors") == (WORDS if named else [])
+    assert load(make, "model.safetensors")[3].out_features == (6 if named else 5)
+    assert not go(bad, method, training=QUICK).new, "what the last update learned counts"
+
+
+def test_killed_while_going_back(shop, monkeypatch):
+    grown(ER(50), True)
+    data = worded(digits(0, 1, 2, 3, shift=-1), True)
+
+    def back(state):
+        shutil.copytree("state", state, dirs_exist_ok=True)
+        shutil.copy("of-update-1.safetensors", "model.safetensors")
+        return go(data, ER(50), training=QUICK, state=state, accept_weights=True)
+
+    with monkeypatch.context() as patch:
+        every = killing(patch, at=-1)
+        back("whole")
+    older, kept = Path("of-update-1.safetensors").read_bytes(), tree("state", but=(".lock", "current.json"))
+    assert every.count("current.json") == 2 and every.count("model.safetensors") == 2
+    for at in range(len(every)):
+        with monkeypatch.context() as patch:
+            written = killing(patch, at)
+            with pytest.raises(Killed):
+                back(state := f"state-{at}")
+        stands, replaced = "current.json" in written, written.count("model.safetensors") == 2
+        assert current(state) == (3 if stands else 2) and tree(state).items() >= kept.items()
+        new = Path(state, "update-0003/model.safetensors").read_bytes() if replaced else older
+        assert Path("model.safetensors").read_bytes() == new
+        if stands:
+            done = go(data, ER(50), training=QUICK, state=state)
+            assert not done.new and ("is put right" in str(done)) != replaced
+        else:
+            assert go(data, ER(50), training=QUICK, state=state, accept_weights=True).number == 3
+        assert same_weights("model.safetensors", "whole/update-0003/model.safetensors"), "as if never stopped"
+        assert tree(state).keys() == tree("whole").keys()
+
+
+def test_the_same_command_goes_back_once_more_where_it_was_stopped(shop, monkeypatch):
+    grown(ER(50), False)
+    data, say = digits(0, 1, 2, 3, shift=-1), {"training": QUICK, "accept_weights": True}
+    with monkeypatch.context() as patch:
+        patch.setattr("everlearn.updating.writing.replace_file", lambda weights: (_ for _ in ()).throw(Killed))
+        with pytest.raises(Killed):
+            go(data, ER(50), **say)
+    done = go(data, ER(50), **say)
+    assert done.new and done.number == 4 and "but that of update 1" in str(done), "what lies there was said to count"
+    assert same_weights("model.safetensors", "state/update-0004/model.safetensors")
+    assert not go(data, ER(50), **say).new
+
+
+def test_going_back_to_the_model_that_was_deployed_first(shop):
+    first, old = Path("model.safetensors").read_bytes(), digits(0, 1, 2, 3)
+    begun = go(digits(4, shift=1), old=old, training=QUICK)
+    Path("model.safetensors").write_bytes(first)
+    done = go(Data(digits(0, 1, shift=1)[0], old[0]), training=QUICK, accept_weights=True)
+    assert "that of update 0, the model as it was deployed first: as you said, this goes on from update 0" in str(done)
+    assert [exam.number for exam in done.exams] == [0, 2] and done.before[0] == begun.before[0]
+    assert "160 examples of the exam of the new data were learned" in str(done), "those that the method was told of"
+    assert done.accepted and load(make, "model.safetensors")[3].out_features == 4
+
+
+def test_the_version_gone_on_from_is_kept(shop):
+    grown(ER(50), False, versions=2)
+    go(digits(0, 1, 2, 3, shift=-1), ER(50), training=QUICK, versions=2, accept_weights=True)
+    assert sorted(p.name for p in Path("state").glob("update-*")) == ["update-0001", "update-0003"]
+
+
+def test_what_one_goes_back_to_must_be_whole(shop):
+    grown(ER(50), False)
+    data, facts = digits(0, 1, 2, 3, shift=-1), Path("state/update-0001/facts.json")
+    content = facts.read_bytes()
+    for spoil, message in [
+        (lambda: facts.write_bytes(content.replace(b"learned", b"leorned")), "facts.json is not the file that was"),
+        (facts.unlink, "facts.json is missing, so the state is not whole"),
+        (damage("state/update-0001/method.pt", b"x"), "method.pt is not the file that was written"),
+    ]:
+        spoil()
+        before = tree(shop)
+        with pytest.raises((ValueError, OSError), match=message):
+            go(data, ER(50), training=QUICK, accept_weights=True)
+        assert tree(shop) == before
+        facts.write_bytes(content)
+
+
+def test_a_file_that_names_outputs_otherwise_is_refused(shop):
+    grown(ER(50), True, versions=1)
+    other = safetensors.torch.load_file("model.safetensors")
+    for names, fits in [(["one", "zero"], False), (WORDS[:3], True)]:
+        safetensors.torch.save_file(other, "model.safetensors", {"everlearn.classes": json.dumps(names)})
+        data = worded(digits(0, 1, shift=-1), True)
+        if fits:
+            assert go(data, ER(50), training=QUICK, accept_weights=True).accepted
+        else:
+            with pytest.raises(ValueError, match="names its outputs one, zero, but in state they are zero, one, two"):
+                go(data, ER(50), training=QUICK, accept_weights=True)
 
 
 def test_only_what_succeeds_finishes_what_was_stopped(shop, monkeypatch):
@@ -750,6 +928,9 @@ def test_numbers_with_named_outputs_are_outputs(shop):
         (digits(0, 1), {"classes": ["a", "a"]}, "a stands there twice"),
         (digits(0, 1), {"classes": list("abcdef")}, "6 are named, but the model has 4 outputs"),
         (digits(0, 1), {"method": "ewc"}, "must be a method such as EWC()"),
+        (digits(0, 1), {"training": {"epochs": 3}}, "training must be a Training, as in everlearn.trainer.Training("),
+        (digits(0, 1), {"device": "cuda:99"}, "device 'cuda:99' cannot be used here ("),
+        (digits(0, 1), {"device": 1.5}, "device 1.5 cannot be used here ("),
         (
             digits(0, 1),
             {"old": (np.zeros((9, 64)), np.array(["a"] * 9)), "classes": ["b", "c"]},

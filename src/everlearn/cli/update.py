@@ -65,7 +65,8 @@ class Updating(BaseModel):
     device: str = Field("cpu", description="Where to train, as torch names it.")
     threads: int | None = Field(None, ge=1, description="Threads torch may use; small models are fastest with 1.")
     accept_weights: bool = Field(
-        False, description="Go on from the weights file as it is: changed, put back, or with its state elsewhere."
+        False,
+        description="Go on from the weights file as it is: changed, an earlier version put back, or with its state elsewhere.",
     )
     again: bool = Field(False, description="Learn data once more that were learned before.")
     dry_run: bool = Field(False, description="Learn and measure, but write nothing.")

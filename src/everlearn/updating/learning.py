@@ -36,6 +36,12 @@ class How:
     optimizer: OptimizerFactory
     output: str | None
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.training, Training):
+            raise TypeError(
+                f"training must be a Training, as in everlearn.trainer.Training(epochs=5, batch_size=32); got {self.training!r}."
+            )
+
 
 def check_method(method: Method) -> None:
     """Refuse what cannot be deployed as weights alone."""
@@ -46,6 +52,17 @@ def check_method(method: Method) -> None:
             f"{' and '.join(own)} answers with more than the model's weights (a sub-network per task, columns, gates), so the deployed "
             "file alone would be another model: choose one whose knowledge is in the weights, such as EWC, MAS, LwF, ER or DERpp."
         )
+
+
+def check_device(device: str | torch.device | None) -> None:
+    """Refuse one that is not there."""
+    try:
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, TypeError) as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise ValueError(
+            f"device {device!r} cannot be used here ({reason}): give one that torch finds on this machine, such as 'cpu'."
+        ) from None
 
 
 def remember(model: nn.Module, method: Method, pair: Pair, how: How) -> None:

@@ -30,11 +30,13 @@ class Material:
         pair: what is learned.
         exam: what is held back of it.
         outputs: how many the model has.
+        known: how many the state knows, where these are more.
         needed: how many it must have.
         print: of the new data as they came.
         old_pair: what the method is told of old skills in a first update.
         old_exam: what is measured of them.
-        learned: the marks of all that is learned, or told to the method.
+        learned: the marks of all that is learned.
+        told: the marks of what the method is told.
         notes: what should be known of the exams.
     """
 
@@ -43,11 +45,13 @@ class Material:
     pair: Pair
     exam: Exam
     outputs: int
+    known: int
     needed: int
     print: str
     old_pair: Pair | None = None
     old_exam: Exam | None = None
     learned: set[bytes] = field(default_factory=set)
+    told: set[bytes] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
 
     def divide(self, now: Standing, keep: int) -> None:
@@ -66,7 +70,7 @@ class Material:
         self.exam = self._unlearned(self.exam, now.marks | self.learned, keep)
         if self.old_pair is not None and now.version is None:
             self.old_pair = unexamined(self.old_pair, [*old, self.exam])
-            self.learned |= set(marks(self.old_pair[0]))
+            self.told = set(marks(self.old_pair[0]))
 
     def known_already(self, number: int) -> str:
         """Why there is nothing to do."""
@@ -77,15 +81,19 @@ class Material:
 
     def news(self, known: Classes) -> list[str]:
         """What is to be said of the data."""
-        grew = self.needed > self.outputs
-        names = list(self.classes.names[len(known.names) :])
-        if grew and not names:
-            names = list(map(str, range(self.outputs, self.needed)))
-        wide = (
-            f" The output layer grew from {self.outputs} to {self.needed} outputs: load the weights with everlearn.updating.load, or "
-            "make the model as wide."
-        )
-        return [*([f"New classes: {', '.join(names)}.{wide if grew else ''}"] if names else []), *self.notes]
+        names, told = self.classes.names[len(known.names) :] or tuple(map(str, range(self.known, self.needed))), []
+        if self.known > self.outputs:
+            told.append(
+                f"The weights have {self.outputs} outputs, those of the last update had {self.known}: the others begin anew."
+            )
+        if names:
+            told.append(f"New classes: {', '.join(names)}.")
+        if self.needed > self.outputs:
+            told.append(
+                f"The output layer grew from {self.outputs} to {self.needed} outputs: load the weights with everlearn.updating.load, or "
+                "make the model as wide."
+            )
+        return [*([" ".join(told)] if told else []), *self.notes]
 
     def _unlearned(self, exam: Exam, learned: set[bytes], keep: int) -> Exam:
         """At most so many of its examples that nobody learned; where there are none, of all, for want of better ones."""
@@ -107,12 +115,12 @@ def gather(now: Standing, data: Any, old: Any, rules: Rules) -> Material:
     classes = known.with_those_of(raw, title)
     pair, held = classes.numbered(raw, title)
     outputs = outputs_of(now.model, pair[0], title)
-    if len(known.names) > outputs:
+    wide = max(outputs, now.outputs)
+    if len(known.names) > wide:
         raise ValueError(f"classes: {len(known.names)} are named, but the model has {outputs} outputs; name these.")
-    needed = classes.needed(torch.cat([pair[1], held[1]]), outputs, title)
-    task = Material(
-        title, classes, pair, Exam(now.number + 1, title, *held), outputs, needed, str(fingerprint([pair, held]))
-    )
+    needed = classes.needed(torch.cat([pair[1], held[1]]), wide, title)
+    exam, own = Exam(now.next, title, *held), str(fingerprint([pair, held]))
+    task = Material(title, classes, pair, exam, outputs, wide, needed, own)
     if old is not None:
         name = _title(old, "the old data")
         task.old_pair, old_held = known.numbered(_read(now, old, name, rules), name)

@@ -126,11 +126,11 @@ class Update:
         return f"Old accuracy {then:.1f} → {now:.1f}{what} {moved}, at most {self.rules.tolerance:g} less are allowed."
 
 
-def with_this(history: History, update: Update) -> dict[int, Scores]:
-    """The history with this update; what was measured before it belongs to the one before."""
-    last, own = update.number - 1, {n: v for n, v in update.before.items() if n != GIVEN}
+def with_this(history: History, update: Update, start: int) -> dict[int, Scores]:
+    """The history with this update; what was measured before it belongs to the one that it goes on from."""
+    own = {n: v for n, v in update.before.items() if n != GIVEN}
     after = {n: v for n, v in update.after.items() if n != GIVEN}
-    return {**history, last: {**history.get(last, {}), **own}, update.number: after}
+    return {**history, start: {**history.get(start, {}), **own}, update.number: after}
 
 
 def matrix(history: History, update: Update) -> Matrix:

@@ -15,7 +15,7 @@ from everlearn.cost import Clock
 from everlearn.method import Method, label
 from everlearn.trainer.training import OptimizerFactory, Training, adam
 from everlearn.updating.exams import measure
-from everlearn.updating.learning import How, check_method, learn, packed, remember
+from everlearn.updating.learning import How, check_device, check_method, learn, packed, remember
 from everlearn.updating.material import Material, gather
 from everlearn.updating.outcome import Rules, Update
 from everlearn.updating.reading import Reading
@@ -73,12 +73,13 @@ def update(
         optimizer: a function of the parameters that makes one.
         output: name of the output layer, which grows with new classes; by default the last ``nn.Linear``.
         device: where to train.
-        accept_weights: go on from the weights file as it is, although the last update did not write it: somebody has changed it, or
-            put an older version back.
+        accept_weights: go on from the weights file as it is, although the last update did not write it. Where it is that of a version
+            which is kept, all goes on from there: what the method knew, classes, exams, what counts as learned.
         again: learn data that were learned before once more.
         dry_run: learn and measure, but write nothing.
     """
     check_method(method)
+    check_device(device)
     rules, how, folder = Rules(tolerance, each, exam, keep, versions), How(training, optimizer, output), State(state)
     with nullcontext() if dry_run else folder.alone():
         now = standing(
@@ -88,6 +89,7 @@ def update(
             copy.deepcopy(method),
             classes,
             accept_weights,
+            output,
         )
         now.reading = read.over(now.reading)
         task = gather(now, data, old, rules)
@@ -115,7 +117,7 @@ def _learned(now: Standing, task: Material, rules: Rules, how: How) -> Learned:
             remember(now.model, method, task.old_pair, how)
     start = packed(method)
     grown = task.needed if task.needed > task.outputs else None
-    trained = learn(now.model, method, task.pair, now.number + 1, grown, how)
+    trained = learn(now.model, method, task.pair, now.next, grown, how)
     clock.add(trained.seconds)
     notes += task.news(now.classes)
     if lossy := round_as(now.model, now.weights):
@@ -124,12 +126,13 @@ def _learned(now: Standing, task: Material, rules: Rules, how: How) -> Learned:
         )
     with clock("evaluate"):
         after = measure(now.model, exams)
-    done = Update(now.number + 1, label(method), exams=exams, before=before, after=after, rules=rules, notes=notes)
+    done = Update(now.next, label(method), exams=exams, before=before, after=after, rules=rules, notes=notes)
     done.learned = {n: row[n] for n, row in now.history.items() if n in row}
     done.fall = rules.fall(before, after, done.old)
     done.accepted = done.fall is None or done.fall <= rules.tolerance
     notes += done.doubts()
-    return Learned(done, start, task.classes, task.pair, task.print, task.learned - now.marks, dict(clock.seconds))
+    new, told = task.learned - now.marks - task.told, task.told
+    return Learned(done, start, task.classes, task.pair, task.print, new, told, dict(clock.seconds))
 
 
 def _blind(method: Method) -> str:

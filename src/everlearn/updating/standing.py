@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -41,7 +40,9 @@ class Standing:
         model: with these weights.
         method: with what it has learned.
         classes: of the outputs.
-        version: the one that counts; None in a first update.
+        version: the one that is gone on from; None in a first update.
+        last: the one that counts: the same, or a later one where somebody went back.
+        outputs: how many the state knows, where the file may have fewer.
         exams: kept from earlier updates.
         marks: of all examples that were learned.
         history: what was measured after each update.
@@ -57,6 +58,8 @@ class Standing:
     method: Method
     classes: Classes
     version: Version | None = None
+    last: Version | None = None
+    outputs: int = 0
     exams: list[Exam] = field(default_factory=list)
     marks: set[bytes] = field(default_factory=set)
     history: dict[int, Scores] = field(default_factory=dict)
@@ -68,6 +71,11 @@ class Standing:
     def number(self) -> int:
         """Of the version; 0 before the first update."""
         return 0 if self.version is None else self.version.number
+
+    @property
+    def next(self) -> int:
+        """The number of this update; no version has it, also where somebody went back."""
+        return 1 if self.last is None else self.last.number + 1
 
     @property
     def behind(self) -> bool:
@@ -84,14 +92,14 @@ class Standing:
 
     def clean(self, folder: State) -> None:
         """Take away what an update that was stopped had begun."""
-        folder.clean(self.version)
-        for part in self.weights.path.parent.glob(f".{glob.escape(self.weights.path.name)}.????????"):
+        folder.clean(self.last)
+        for part in atomic.parts(self.weights.path):
             part.unlink(missing_ok=True)
 
     def finish(self, folder: State) -> list[str]:
         """Do what an update that was stopped had left to do, and tell it."""
         self.clean(folder)
-        if self.version is None or self.version.replacing is None:
+        if self.last is None or self.last.replacing is None:
             return []
         told = []
         if self.behind:
@@ -99,7 +107,7 @@ class Standing:
             replace_file(self.weights)
             told = [f"{self.path.name} is put right: it is that of update {self.number} now."]
         with suppress(OSError):  # the file is right; the next call notes it
-            folder.point_to(self.version)
+            folder.point_to(self.last)
         return told
 
 
@@ -115,6 +123,7 @@ def standing(
     method: Method,
     classes: Sequence[str] | None,
     accept: bool,
+    output: str | None,
 ) -> Standing:
     """Read what is there, and refuse what does not belong together.
 
@@ -125,21 +134,25 @@ def standing(
         method: which is given what it has learned.
         classes: names of the outputs, where somebody gave them.
         accept: go on from the file whatever it is.
+        output: name of the output layer.
     """
-    version = folder.current()
-    if version is None:
+    last = folder.current()
+    if last is None:
         found = _undisturbed(files.read(path), folder, accept)
         names = given(classes or json.loads(found.facts.get(CLASSES, "[]")) or None)
         return Standing(path, found.digest, found, build(found), method, names)
-    found, there, notes = _deployed(path, version, accept)
-    model, facts = build(found), version.facts
+    start = _start(folder, path, last, accept)
+    model, version, facts = build(start.weights), start.version, start.version.facts
     _restore(method, version, device_of(model))
+    names, outputs = _same(facts["classes"], classes), 0
+    if start.own is not None:
+        names, outputs = _agreed(names, start.weights, folder), files.outputs_in(start.own, model, output)
     return Standing(
-        path, there, found, model, method, _same(facts["classes"], classes), version,
+        path, start.there, start.weights, model, method, names, version, last, outputs,
         exams=[unpacked(e["number"], e["title"], version.read(exam_file(e["number"]))) for e in facts["exams"]],
         marks=set().union(*(unpacked_marks(version.read(name)) for name in marks_files(version))),
         history={int(v): {int(n): score for n, score in row.items()} for v, row in facts["history"].items()},
-        prints=dict(facts["learned"]), reading=Reading.from_json(facts["reading"]), notes=notes,
+        prints=dict(facts["learned"]), reading=Reading.from_json(facts["reading"]), notes=start.notes,
     )  # fmt: skip
 
 
@@ -168,26 +181,75 @@ def _undisturbed(found: Weights, folder: State, accept: bool) -> Weights:
     return found
 
 
-def _deployed(path: Path, version: Version, accept: bool) -> tuple[Weights, str, list[str]]:
-    """The weights to go on from, the digest of what lies there, and what to say of it."""
+@dataclass(frozen=True)
+class Start:
+    """Where an update goes on from.
+
+    Args:
+        weights: the deployed file, as it is or as it should be.
+        there: the digest of what lies there.
+        version: what is known of these weights.
+        own: what that version wrote, where the weights are of somebody else.
+        notes: what to say of it.
+    """
+
+    weights: Weights
+    there: str
+    version: Version
+    own: Weights | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+def _start(folder: State, path: Path, last: Version, accept: bool) -> Start:
+    """The weights to go on from, and the version they belong to."""
     if not path.exists():
         raise FileNotFoundError(
-            f"There is no file {path}; what update {version.number} wrote lies in {version.folder / MODEL}: copy it there."
+            f"There is no file {path}; what update {last.number} wrote lies in {last.folder / MODEL}: copy it there."
         )
-    content = path.read_bytes()
+    content, real = path.read_bytes(), path.resolve()
     there = files.digest(content)
-    if there == version.facts["files"][MODEL]:
-        return files.parsed(path.resolve(), content), there, []
+    if there == last.facts["files"][MODEL]:
+        return Start(files.parsed(real, content), there, last)
     if accept:  # before all else: it may be an older version, put back because the last one was bad
-        note = f"{path.name} is not what update {version.number} wrote; as you said, it is gone on from."
-        return files.parsed(path.resolve(), content), there, [note]
-    if there == version.replacing:
-        note = f"{path.name} was still that of before update {version.number}, which was stopped: what it wrote is gone on from."
-        return files.parsed(path.resolve(), version.read(MODEL)), there, [note]
+        return _as_said(folder, path.name, last, files.parsed(real, content))
+    if there == last.replacing:
+        note = f"{path.name} was still that of before update {last.number}, which was stopped: what it wrote is gone on from."
+        return Start(files.parsed(real, last.read(MODEL)), there, last, notes=[note])
     raise ValueError(
-        f"{path} is not what update {version.number} wrote, somebody has changed it: put {version.folder / MODEL} in its place, or go on "
+        f"{path} is not what update {last.number} wrote, somebody has changed it: put {last.folder / MODEL} in its place, or go on "
         f"from it as it is, {ACCEPT}."
     )
+
+
+def _as_said(folder: State, name: str, last: Version, found: Weights) -> Start:
+    """From a file that the last update did not write: with all of the version whose file it is, or of the last one where it is nobody's.
+
+    An old model and what a method has learned since do not fit together: the output may have grown, and data that only the
+    newer model had learned would count as learned.
+    """
+    said = f"{name} is not what update {last.number} wrote"
+    version = folder.holding(MODEL, found.digest, last)
+    if version is None:
+        own = files.parsed(last.folder / MODEL, last.read(MODEL))
+        return Start(found, found.digest, last, own, [f"{said}; as you said, it is gone on from."])
+    version.read(MODEL)  # what its facts do not know was never written by an update
+    first = "" if version.number else ", the model as it was deployed first"
+    note = (
+        f"{said}, but that of update {version.number}{first}: as you said, this goes on from update {version.number}, with what its method knew, "
+        "its classes and its exams; what was learned since does not count as learned."
+    )
+    return Start(found, found.digest, version, notes=[note])
+
+
+def _agreed(names: Classes, found: Weights, folder: State) -> Classes:
+    """The names of the outputs where the file is of somebody else: it may name fewer or more, but no output otherwise."""
+    theirs = tuple(json.loads(found.facts.get(CLASSES, "[]"))) if names.names else ()
+    if any(ours != other for ours, other in zip(names.names, theirs, strict=False)):
+        raise ValueError(
+            f"{found.path.name} names its outputs {', '.join(theirs)}, but in {folder.folder} they are {', '.join(names.names)}: give the "
+            f"state folder of this file, or start anew with an empty one, {ACCEPT}."
+        )
+    return Classes(max(names.names, theirs, key=len))
 
 
 def _same(stored: list[str], asked: Sequence[str] | None) -> Classes:

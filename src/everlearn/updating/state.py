@@ -27,7 +27,7 @@ class Version:
     Args:
         folder: where it lies.
         number: of the update; 0 is the model as it was deployed first.
-        facts: what was learned how, and the digest of every other file.
+        facts: what was learned how, the digest of every other file, and of the facts of earlier versions.
         replacing: the digest of the deployed file that this version has still to replace; None where it has done so.
     """
 
@@ -75,11 +75,15 @@ class State:
         pointer = _json(self.folder / POINTER, _bytes(self.folder / POINTER))
         if not _is_pointer(pointer):
             raise ValueError(f"{self.folder / POINTER} is not of this version of Everlearn, or damaged: {CURE}.")
-        folder = self.place(pointer["version"])
-        content = _bytes(folder / FACTS)
-        if digest(content) != pointer["facts"]:
-            raise ValueError(f"{folder / FACTS} is not the file that was written there: {CURE}.")
-        return Version(folder, pointer["version"], _json(folder / FACTS, content), pointer.get("replacing"))
+        return self._version(pointer["version"], pointer["facts"], pointer.get("replacing"))
+
+    def holding(self, name: str, wanted: str, before: Version) -> Version | None:
+        """The last version before this one whose file of that name has this digest; None where none is kept."""
+        for number, folder in reversed(self._versions()):
+            file = folder / name  # asked itself: a version whose facts are damaged is told of, not passed over
+            if number < before.number and file.is_file() and digest(file.read_bytes()) == wanted:
+                return self._version(number, before.facts.get("earlier", {}).get(str(number)))
+        return None
 
     def place(self, number: int) -> Path:
         """The folder of a version."""
@@ -91,12 +95,13 @@ class State:
         for number, folder in self._versions():
             if number > last:
                 shutil.rmtree(folder)
-        for file in self.folder.glob(f".{POINTER}.*"):
-            file.unlink(missing_ok=True)
+        for part in atomic.parts(self.folder / POINTER):
+            part.unlink(missing_ok=True)
 
     def write(self, number: int, files: Mapping[str, bytes | Path], facts: Mapping[str, Any]) -> Version:
         """A version whole, which does not count yet; a path stands for a file that an earlier version has."""
         folder, digests = self.place(number), {}
+        earlier = {n: digest((p / FACTS).read_bytes()) for n, p in self._versions() if (p / FACTS).is_file()}
         folder.mkdir()
         for name, content in files.items():
             if isinstance(content, Path):
@@ -105,7 +110,7 @@ class State:
             else:
                 atomic.write(folder / name, content)
                 digests[name] = digest(content)
-        whole = {"format": FORMAT, "version": number, **facts, "files": digests}
+        whole = {"format": FORMAT, "version": number, **facts, "files": digests, "earlier": earlier}
         atomic.write(folder / FACTS, as_json(whole))
         _settle(folder)
         return Version(folder, number, whole)
@@ -123,10 +128,26 @@ class State:
         atomic.write(self.folder / POINTER, as_json({**pointer, **more}))
         _settle(self.folder)
 
-    def forget(self, keep: int) -> None:
-        """Delete all but the last versions."""
-        for _, folder in self._versions()[:-keep]:
+    def forget(self, keep: int, spare: int) -> None:
+        """Delete all but the last versions.
+
+        Args:
+            keep: how many stay.
+            spare: the version that the last one goes on from, which is one of them: others came after it where somebody went
+                back, and it must be there to go back to once more.
+        """
+        *earlier, last = self._versions()
+        earlier.sort(key=lambda version: version[0] == spare)
+        for _, folder in [*earlier, last][:-keep]:
             shutil.rmtree(folder)
+
+    def _version(self, number: int, facts: str | None, replacing: str | None = None) -> Version:
+        """A version with its facts, which have this digest where it is known."""
+        path = self.place(number) / FACTS
+        content = _bytes(path)
+        if facts is not None and digest(content) != facts:
+            raise ValueError(f"{path} is not the file that was written there: {CURE}.")
+        return Version(path.parent, number, _json(path, content), replacing)
 
     def _versions(self) -> list[tuple[int, Path]]:
         found = [(re.fullmatch(r"update-(\d{4,})", p.name), p) for p in self.folder.glob("update-*")]
@@ -139,10 +160,8 @@ class State:
         versions = self._versions()
         if any(number > 1 for number, _ in versions):
             raise FileNotFoundError(f"{self.folder / POINTER} is missing, which says what counts: {CURE}.")
-        ours = {REFUSED, LOCK, *(p.name for _, p in versions)}
-        if foreign := sorted(
-            p.name for p in self.folder.iterdir() if p.name not in ours and not p.name.startswith(f".{POINTER}.")
-        ):
+        ours = {REFUSED, LOCK, *(p.name for _, p in versions), *(p.name for p in atomic.parts(self.folder / POINTER))}
+        if foreign := sorted(p.name for p in self.folder.iterdir() if p.name not in ours):
             raise ValueError(
                 f"{self.folder} is not a state folder, it holds {', '.join(foreign[:3])}: give the one of the updates before, or "
                 "for a first update a new or empty one."

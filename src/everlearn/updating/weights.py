@@ -111,7 +111,7 @@ def build(make_model: Factory, weights: Weights, output: str | None = None) -> n
     model = make_model()
     if not isinstance(model, nn.Module):
         raise TypeError(f"The factory must make a torch.nn.Module, it made a {type(model).__name__}.")
-    _widen(model, weights.tensors, output)
+    _widen(model, weights, output)
     own = model.state_dict()
     if wrong := _differences(own, weights.tensors):
         raise ValueError(
@@ -143,13 +143,19 @@ def _dtype(before: Weights, name: str, value: Tensor) -> torch.dtype:
     return before.tensors[name].dtype if name in before.tensors else value.dtype
 
 
-def _widen(model: nn.Module, tensors: Mapping[str, Tensor], output: str | None) -> None:
+def outputs_in(weights: Weights, model: nn.Module, output: str | None) -> int:
+    """How many outputs such a model has with these weights; 0 where that cannot be told, and cannot change either."""
     if output is None and not any(isinstance(m, nn.Linear) for m in model.modules()):
-        return
-    name, layer = output_layer(model, output)
-    stored = tensors.get(f"{name}.weight" if name else "weight")
-    if stored is not None and stored.dim() == 2 and len(stored) > layer.out_features:
-        grow_output(model, len(stored), output)
+        return 0
+    name, _ = output_layer(model, output)
+    stored = weights.tensors.get(f"{name}.weight" if name else "weight")
+    return len(stored) if stored is not None and stored.dim() == 2 else 0
+
+
+def _widen(model: nn.Module, weights: Weights, output: str | None) -> None:
+    outputs = outputs_in(weights, model, output)
+    if outputs and outputs > output_layer(model, output)[1].out_features:
+        grow_output(model, outputs, output)
 
 
 def _differences(own: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> list[str]:

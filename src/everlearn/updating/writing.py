@@ -50,6 +50,7 @@ class Learned:
         pair: what was learned.
         print: of the data.
         marks: of the examples that had not been learned before.
+        told: the marks of old examples that the method was told of.
         seconds: by purpose.
     """
 
@@ -59,13 +60,14 @@ class Learned:
     pair: tuple[Tensor, Tensor]
     print: str
     marks: set[bytes]
+    told: set[bytes]
     seconds: dict[str, float]
 
 
 def accept(folder: State, now: Standing, done: Learned, how: How) -> None:
     """Write the new version, let it count, and only then replace the deployed file."""
     update, made = done.update, provenance()
-    history = with_this(now.history, update)
+    history = with_this(now.history, update, now.number)
     now.clean(folder)
     if now.version is None:
         _write_first(folder, now, done, made)
@@ -81,6 +83,7 @@ def accept(folder: State, now: Standing, done: Learned, how: How) -> None:
         {MODEL: new, METHOD: packed(now.method), **_kept_files(now, done), **_report(update, now.weights.path.name)},
         {
             **_facts(now, done.classes, [e for e in update.exams if _kept(e, update)], history, made),
+            "from": now.number,
             "learned": {**now.prints, done.print: update.number},
             "data": {"title": update.exams[-1].title, "print": done.print, "examples": len(done.pair[1])},
             "accuracy": {"before": update.before, "after": update.after, "fall": update.fall, **asdict(update.rules)},
@@ -96,7 +99,7 @@ def accept(folder: State, now: Standing, done: Learned, how: How) -> None:
     replace_file(files.parsed(now.weights.path, new))
     with suppress(OSError):  # the update stands; what fails from here on the next one does
         folder.point_to(version)
-        folder.forget(update.rules.versions)
+        folder.forget(update.rules.versions, now.number)
 
 
 def refuse(folder: State, now: Standing, done: Learned, how: How) -> None:
@@ -104,7 +107,7 @@ def refuse(folder: State, now: Standing, done: Learned, how: How) -> None:
     update = done.update
     update.place = folder.folder / REFUSED
     update.notes.append(f"The report is in {update.place}.")
-    update.result = _result(now, done, with_this(now.history, update), how, provenance())
+    update.result = _result(now, done, with_this(now.history, update, now.number), how, provenance())
     for name, content in _report(update, now.weights.path.name).items():
         atomic.write(atomic.writable_folder(update.place) / name, content)
     update.notes += now.finish(folder)  # last: what fails before it replaces nothing
@@ -115,7 +118,7 @@ def _write_first(folder: State, now: Standing, done: Learned, made: Mapping[str,
     old = [e for e in done.update.exams if e.number == 0 and _kept(e, done.update)]
     folder.write(
         0,
-        {MODEL: now.weights.content, METHOD: done.start, **{exam_file(0): e.packed() for e in old}},
+        {MODEL: now.weights.content, METHOD: done.start, **{exam_file(0): e.packed() for e in old}, **_told(done)},
         {
             **_facts(now, now.classes, old, {0: {e.number: done.update.before[0] for e in old}}, made),
             "learned": {},
@@ -150,9 +153,14 @@ def _kept_files(now: Standing, done: Learned) -> Files:
     if done.marks and update.rules.keep:  # who keeps no example keeps no trace of one either
         new[marks_file(update.number)] = packed_marks(done.marks)
     if version is None:
-        return new
+        return {**new, **_told(done)}
     earlier = [*(exam_file(e.number) for e in now.exams), *marks_files(version)]
     return {**new, **{name: version.folder / name for name in earlier}}
+
+
+def _told(done: Learned) -> Files:
+    """What tells the old examples that the method knows: part of the first version too, which one may go back to."""
+    return {marks_file(0): packed_marks(done.told)} if done.told and done.update.rules.keep else {}
 
 
 def _report(update: Update, name: str) -> dict[str, bytes]:
