@@ -1,8 +1,10 @@
 import json
+import threading
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import everlearn
 from everlearn import L2, Gaussian, Method, Result, atomic, nets, results, run, streams
@@ -125,9 +127,58 @@ def halved(factor):
     return lambda out: run(nets.mlp, Half(), streams.digits(), out=out)
 
 
+class Scaled(nn.Module):
+    """A model with more to it than its saved tensors and its repr."""
+
+    def __init__(self, scale=1.0, heads=1, mask=1.0, frozen=False):
+        super().__init__()
+        self.attend, self.head, self.scale = nn.MultiheadAttention(4, heads), nn.Linear(4, 2), scale
+        self.register_buffer("mask", torch.tensor(mask), persistent=False)
+        self.head.bias.requires_grad_(not frozen)
+
+    def forward(self, x):
+        return torch.tanh(self.head(self.attend(x, x, x, need_weights=False)[0])) * self.scale * self.mask
+
+
+def with_class(slope=1.0, shift=0.0, factor=1.0):
+    class Base(nn.Module):
+        slant = slope
+
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+
+        @property
+        def shifted(self):
+            return shift
+
+        @staticmethod
+        def times(x):
+            return x * factor
+
+        def forward(self, x):
+            return self.times(torch.tanh(self.layer(x)) * self.slant + self.shifted)
+
+    class Net(Base):
+        pass
+
+    return own((X, Y), net=Net)
+
+
+def scaled(**given):
+    return own((X, Y), net=lambda: Scaled(**given))
+
+
 @pytest.mark.parametrize(
     ("first", "second"),
     [
+        (scaled(), scaled(scale=-30.0)),
+        (scaled(heads=1), scaled(heads=2)),
+        (scaled(), scaled(mask=0.0)),
+        (scaled(), scaled(frozen=True)),
+        (with_class(), with_class(slope=-30.0)),
+        (with_class(), with_class(shift=3.0)),
+        (with_class(), with_class(factor=-3.0)),
         (own(torch.utils.data.TensorDataset(X, Y)), own(torch.utils.data.TensorDataset(X, 1 - Y))),
         (own(({"a": X}, Y), net=Named), own(({"a": X + 1}, Y), net=Named)),
         (own(transform=lambda x: x * 1.0), own(transform=lambda x: x * 2.0)),
@@ -136,7 +187,10 @@ def halved(factor):
         (scheduled(0.5), scheduled(0.1)),
         (halved(0.5), halved(0.1)),
     ],
-    ids=["dataset", "dict inputs", "transform", "batches", "likelihood", "scheduler", "a method's code"],
+    ids=[
+        *("attribute", "heads", "buffer that is not saved", "frozen", "class attribute", "property", "static method"),
+        *("dataset", "dict inputs", "transform", "batches", "likelihood", "scheduler", "a method's code"),
+    ],
 )
 def test_whatever_decides_the_result_decides_whether_it_is_done(first, second, tmp_path):
     for go in (first, second, first, second):
@@ -155,6 +209,23 @@ def test_what_cannot_be_told_apart_is_done_again(tmp_path, monkeypatch):
         stream = streams.from_tasks([(once(), (X, Y))], scenario="domain", outputs=2)
         result = run(lambda: nets.mlp(4, 2), Method(), stream, out=tmp_path)
     assert result.config["fingerprints"]["data"] is None and len(trained) == 2
+
+
+@pytest.mark.parametrize("thing", [threading.Lock, lambda: (i for i in "ab")])
+def test_a_model_with_something_unreadable_in_it_is_found_again(thing, tmp_path, monkeypatch):
+    class Net(nn.Linear):
+        lock = threading.Lock()
+
+        def __init__(self):
+            super().__init__(4, 2)
+            self.thing = thing()
+
+    trained = []
+    course = everlearn.trainer.running.Course
+    monkeypatch.setattr("everlearn.trainer.running.Course", lambda *a: trained.append(1) or course(*a))
+    for _ in range(2):
+        result = own((X, Y), net=Net)(tmp_path)
+    assert result.config["fingerprints"]["model"] is not None and len(trained) == 1
 
 
 def test_results_saved_later_do_not_overwrite_each_other(tmp_path):

@@ -81,11 +81,19 @@ def configuration(
         "everlearn": version(),
         "fingerprints": {
             "data": data or data_of(stream),
-            "model": fingerprint([[type(m) for m in model.modules()], model.state_dict()]),
+            "model": model_word(model),
             "method": fingerprint(method),
             "scheduler": fingerprint(training.scheduler),
         },
     }
+
+
+def model_word(model: nn.Module) -> str | None:
+    """The fingerprint of a model: whatever is in it and in its classes."""
+    whole = fingerprint(model)
+    # A lock or an open file somewhere in the model must not keep its runs from being found and gone on with: its classes and
+    # saved tensors (and its repr, which is a fact of its own) tell most models apart.
+    return fingerprint([[type(m) for m in model.modules()], model.state_dict()]) if whole is None else whole
 
 
 def data_of(stream: Stream) -> str | None:
