@@ -203,18 +203,181 @@ class Kept(nn.Module):
         return self.layer(x[order])[back]
 
 
-@pytest.mark.parametrize("kind", [Experts, Sorted, Kept])
-def test_rows_that_the_data_reorder(kind):
-    torch.manual_seed(0)
-    model, x = kind().double(), torch.randn(9, 4, dtype=torch.double)
-    column = torch.randn(9, 3, dtype=torch.double)
-    right = mean_of(model, x, [column], torch.square)
+def check_against_the_loop(model, chunks):
+    """A whole pass over chunks of any shapes; returns the engine."""
+    torch.manual_seed(1)
+    columns = [torch.randn_like(model.eval()(x)) for x in chunks]
     engine = PerExample(model)
     found = Elementwise(engine.parameters)
     with untouched(model):
-        engine.update(x, lambda out: [column], found)
-    for n, value in right.items():
-        torch.testing.assert_close(found.sums[n] / 9, value)
+        for x, column in zip(chunks, columns, strict=True):
+            engine.update(x, lambda out, column=column: [column], found)
+    right = [mean_of(model, x, [column], torch.square) for x, column in zip(chunks, columns, strict=True)]
+    for n in found.sums:
+        wanted = sum(r[n] * len(x) for r, x in zip(right, chunks, strict=True))
+        torch.testing.assert_close(found.sums[n], wanted, msg=lambda m, n=n: f"{n}: {m}")
+    return engine
+
+
+@pytest.mark.parametrize("kind", [Experts, Sorted, Kept])
+def test_rows_that_the_data_reorder(kind):
+    torch.manual_seed(0)
+    check_against_the_loop(kind().double(), [torch.randn(9, 4, dtype=torch.double)])
+
+
+class Reordered(nn.Module):
+    """A layer between an order and its inverse."""
+
+    def __init__(self, order):
+        super().__init__()
+        self.layer, self.order = nn.Linear(4, 4), order
+
+    def forward(self, x):
+        order = self.order(x)
+        return self.layer(torch.tanh(self.layer(x))[order])[torch.as_tensor(order).argsort()]
+
+
+def through_a_view(x):
+    order = torch.zeros(len(x), dtype=torch.long)
+    order.view(-1).copy_(x[:, 0].argsort())
+    return order
+
+
+def through_a_slice(x):
+    order = torch.arange(len(x))
+    order[: len(x)][:] = x[:, 0].argsort()
+    return order
+
+
+def through_out(x):
+    order = torch.zeros(len(x), dtype=torch.long)
+    torch.sort(x[:, 0], out=(torch.empty(len(x), dtype=x.dtype), order))
+    return order
+
+
+def through_numpy(x):
+    order = torch.arange(len(x))
+    order.numpy()[:] = np.argsort(x[:, 0].numpy())
+    return order
+
+
+class Rows(nn.Module):
+    """The same, row by row, by slices, by flat numbers and by axes that do not come first."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.layer, self.how = nn.Linear(4, 4), how
+
+    def forward(self, x):
+        order, h = x[:, 0].argsort(), torch.tanh(self.layer(x))
+        back = order.argsort()
+        if self.how == "rows":
+            return torch.stack([*self.layer(torch.stack([h[i] for i in order.tolist()]))[back].unbind()])
+        if self.how == "slices":  # as they are with two rows
+            y, half = self.layer(torch.cat([h[::2], h[1::2]])), (len(x) + 1) // 2
+            return torch.stack([y[i // 2 + i % 2 * half] for i in range(len(x))])
+        if self.how == "take":
+            y = self.layer(torch.take(h, order[:, None] * 4 + torch.arange(4)))
+            return torch.zeros_like(y).scatter(0, order[:, None].expand(-1, 4), y)
+        if self.how == "written":
+            y = self.layer(torch.zeros_like(h).index_copy(0, back, h))
+            return torch.zeros_like(y).index_copy(0, order, y)
+        return self.layer(h.t()[:, order].t()).t()[:, back].t()  # "second axis"
+
+
+ORDERS = {
+    "numbers": lambda x: torch.tensor(x[:, 0].argsort().tolist()),
+    "list": lambda x: x[:, 0].argsort().tolist(),
+    "view": through_a_view,
+    "slice": through_a_slice,
+    "out": through_out,
+    "numpy": through_numpy,
+    "evens and odds": lambda x: torch.cat([torch.arange(0, len(x), 2), torch.arange(1, len(x), 2)]),
+    "from four on": lambda x: torch.arange(len(x)).flip(0) if len(x) > 3 else torch.arange(len(x)),
+}
+
+
+@pytest.mark.parametrize(
+    "model",
+    [Reordered(order) for order in ORDERS.values()]
+    + [Rows(how) for how in ("rows", "slices", "take", "written", "second axis")],
+    ids=[*ORDERS, "rows", "slices", "take", "written", "second axis"],
+)
+def test_orders_that_leave_the_first_examples_in_place(model):
+    torch.manual_seed(0)
+    x = torch.randn(9, 4, dtype=torch.double)
+    x[:3, 0] = torch.tensor([-5.0, -4.0, -3.0])
+    check_against_the_loop(model.double(), [x])
+
+
+def test_picking_within_examples_takes_the_fast_way():
+    class Last(nn.Module):
+        """As language models do that classify: the last word that is no padding; and columns in another order."""
+
+        def __init__(self):
+            super().__init__()
+            self.words, self.head = nn.Embedding(11, 4), nn.Linear(4, 3)
+
+        def forward(self, t):
+            h = torch.tanh(self.words(t)[..., [2, 0, 1, 3]])
+            last = (t != 0).sum(1) - 1
+            return self.head(h)[torch.arange(len(t)), last]
+
+    engine = check_against_the_loop(Last().double(), [torch.randint(11, (7, 5)), torch.randint(11, (4, 3))])
+    assert engine.plan.general == set()
+
+
+class Shared(nn.Module):
+    """Vectors of places, the same for all sentences, used in a way of one's own."""
+
+    def __init__(self, use):
+        super().__init__()
+        self.words, self.places, self.head = nn.Embedding(11, 4), nn.Embedding(6, 4), nn.Linear(4, 3)
+        self.use = use
+        self.register_buffer("ids", torch.arange(6))
+
+    def forward(self, t):
+        return self.head(torch.tanh(self.words(t) + self.use(self, t)).sum(1))
+
+
+def over_its_length(model, t):
+    vectors = model.places(torch.arange(t.shape[1]))
+    return vectors / len(vectors)
+
+
+@pytest.mark.parametrize(
+    ("use", "shapes", "fast"),
+    [
+        (lambda m, t: m.places(m.ids)[: t.shape[1]], [(7, 6), (3, 6), (30, 6)], False),
+        (lambda m, t: m.places(m.ids)[: t.shape[1]], [(6, 6), (9, 6)], False),
+        (over_its_length, [(7, 2), (33, 2)], False),
+        (over_its_length, [(7, 3), (33, 3)], False),
+        (over_its_length, [(2, 2), (9, 2)], False),
+        (over_its_length, [(5, 3), (5, 2)], False),
+        (lambda m, t: m.places(m.ids[: t.shape[1]]), [(7, 2), (3, 6), (1, 4), (30, 3)], True),
+        (lambda m, t: m.places(torch.arange(t.shape[1])[None]), [(7, 2), (3, 6), (1, 4), (30, 3)], True),
+    ],
+    ids=["cut", "cut, as many", "length", "length 3", "two of two", "another length", "ids", "row"],
+)
+@pytest.mark.parametrize("zero", [False, True])
+def test_what_all_examples_share_is_confirmed_on_real_chunks(use, shapes, fast, zero):
+    torch.manual_seed(0)
+    model = Shared(use).double()
+    if zero:  # as many begin: nothing is to be seen in the outputs
+        nn.init.zeros_(model.places.weight)
+    engine = check_against_the_loop(model, [torch.randint(1, 11, shape) for shape in shapes])
+    assert engine.plan.general == (set() if fast else {"places.weight"})
+
+
+def test_models_that_share_nothing_are_not_run_once_more():
+    model, x = make("mlp")
+    engine, runs = PerExample(model), []
+    with untouched(model):
+        engine.update(x, lambda out: [torch.ones_like(out)], Elementwise(engine.parameters))
+        model.register_forward_hook(lambda *_: runs.append(1))
+        for part in (x, x[:4]):
+            engine.update(part, lambda out: [torch.ones_like(out)], Elementwise(engine.parameters))
+    assert len(runs) == 2
 
 
 def test_mixing_is_seen_although_most_examples_are_alike():

@@ -3,26 +3,36 @@
 The batch runs as always, with the parameters frozen, so that no ordinary gradient of a weight is ever formed. A tap sees
 every operation that uses a parameter; a hook on its output receives the output's gradient and hands it, with the input,
 to the statistic. A *probe* on two examples, together and each alone, finds where the examples are in every operation's
-input, and compares what the taps give with ordinary gradients of the two examples. Whatever the probe does not confirm,
+input, and compares what the taps give with ordinary gradients of a few examples. Whatever the probe does not confirm,
 parameter by parameter, goes the general way: ``vmap(grad)``, or an example at a time where that is refused.
 """
 
 from __future__ import annotations
 
 import logging
-import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
+from everlearn.curvature.persample.general import add_in_general, add_one, length, rows
 from everlearn.curvature.persample.operations import Broadcast, Expansion, Layout, Operation, repeated
-from everlearn.curvature.persample.probe import close, find_layout, kronecker_pairs, refuse_mixing, unlike_the_first
+from everlearn.curvature.persample.picks import count
+from everlearn.curvature.persample.probe import (
+    Record,
+    checked,
+    close,
+    first_plan,
+    kronecker_pairs,
+    refuse_mixing,
+    same,
+    unlike_the_first,
+    witnesses,
+)
 from everlearn.curvature.persample.statistics import Elementwise, Statistic
 from everlearn.curvature.persample.tap import Tap
 from everlearn.curvature.persample.tapped import Plan, Tapped
@@ -48,6 +58,7 @@ class PerExample:
         self.model = unwrap(model)
         self.parameters = named(model)
         self.plan: Plan | None = None
+        self.confirmed = set[tuple[torch.Size, ...]]()  # shapes of inputs for which it gives the model's own outputs
         if not self.parameters:
             raise ValueError(f"{type(self.model).__name__} has no trainable parameters to take gradients of.")
         if any(map(is_sharded, self.parameters.values())):
@@ -76,7 +87,7 @@ class PerExample:
         plan, tapped = self._start(x, statistic)
         statistic.begin_chunk(plan.pairs)
         with torch.no_grad():
-            out = _checked(tapped.outputs[-1] if tapped else self.model(x), x)
+            out = checked(tapped.outputs[-1] if tapped else self.model(x), x)
         columns = iter(cotangents(out.detach()))
         column = next(columns, None)
         while column is not None:
@@ -84,7 +95,7 @@ class PerExample:
             if tapped:
                 tapped.backward([column], last=following is None)
             if plan.general:
-                self._general(x, column, statistic, plan.general)
+                add_in_general(self.model, self._only(plan.general), x, column, statistic)
             statistic.end_backward()
             column = following
         statistic.end_chunk()
@@ -111,54 +122,77 @@ class PerExample:
         for _ in range(2):
             plan = self._plan(x)
             try:
+                if plan.shared and (tapped := self._confirmed(x, statistic, plan, cut)) is not None:
+                    return plan, tapped
+                if plan.shared:
+                    plan = self.plan = plan.without_shared()
                 return plan, None if plan.general >= set(self.parameters) else self._tapped(x, statistic, plan, cut)
             except _Changed:
                 self.plan = None
         return self._all_general(), None
 
+    def _confirmed(self, x: Any, statistic: Statistic, plan: Plan, cut: bool) -> Tapped | None:
+        """The tapped pass of a plan that repeats what all examples share; None if the model does not do the same with that.
+
+        A model may look at the size of what it is given, and few examples may be as many as that size was: so the outputs are
+        compared with those of a plain pass, for every new shape of the inputs.
+        """
+        shapes = tuple(v.shape for v in tree_leaves(x))
+        try:
+            tapped = self._tapped(x, statistic, plan, cut)
+        except (RuntimeError, IndexError, ValueError) as refusal:
+            log.info("%s cannot be repeated for every example (%s)", ", ".join(plan.shared), str(refusal)[:100])
+            return None
+        if shapes not in self.confirmed:
+            with torch.no_grad():
+                if not same(tapped.outputs[-1].detach(), self.model(x)):
+                    tapped.outputs.clear()  # or hooks and graph would hold each other
+                    return None
+            self.confirmed.add(shapes)
+        return tapped
+
     def _all_general(self) -> Plan:
         return Plan([], Counter(), set(self.parameters), {}, [])
 
     def _plan(self, x: Any) -> Plan:
-        if self.plan is None and _length(x) == 1:
-            return self._probe([x])
+        if self.plan is None and length(x) == 1:
+            return self._probe(x, 0)
         if self.plan is None:
-            other = unlike_the_first(x)
-            self.plan = self._probe([_rows(x, [0, other]), _rows(x, [0]), _rows(x, [other])])
+            self.plan = self._probe(x, unlike_the_first(x))
+            self.confirmed.clear()
         return self.plan
 
-    def _probe(self, inputs: list[Any]) -> Plan:
+    def _probe(self, x: Any, other: int) -> Plan:
         """Find the examples in every operation, given two together and each alone, and confirm with ordinary gradients.
 
         A single example is everywhere in its tensors; a plan made from one is not kept.
         """
-        records = [self._record(x) for x in inputs]
-        first = records[0]
+        alone = [rows(x, [0]), rows(x, [other])] if other else []
+        records = [self._record(some) for some in [rows(x, [0, other]) if other else x, *alone]]
         if len(records) > 1:
             refuse_mixing(*(record.out for record in records))
         kinds = [[(type(o), o.names) for o in record.operations] for record in records]
-        if any(k != kinds[0] for k in kinds) or any(record.reorders for record in records):
+        # Where something is picked from an axis that is longer for two examples, examples are on it, and may change places.
+        if any(k != kinds[0] for k in kinds) or any(record.picks != records[0].picks for record in records):
             return self._all_general()
-        general = set().union(*(record.unknown for record in records))
-        operations = []
-        for joint, *alone in zip(*(record.operations for record in records), strict=True):
-            layout = find_layout(joint, alone) if alone else Layout(0)
-            if layout is None:
-                general |= set(joint.names.values())
-            rows = joint.x.shape[layout.axis] // len(first.out) if layout and joint.x.dim() else 1
-            operations.append((type(joint), joint.names, layout or Layout(0), rows))
-        uses = Counter(name for operation in first.operations for name in operation.names.values())
-        shapes = [v.shape[1:] for v in tree_leaves(inputs[0])]
-        plan = Plan(operations, uses, general, {}, shapes, first.held // len(first.out))
-        wrong = self._unconfirmed(inputs[0], first.out, plan)
-        shared = {name for _, names, layout, _ in operations if layout.shared for name in names.values()}
-        if wrong and shared:  # perhaps examples do not come first where its vectors go
-            plan = plan._replace(general=general | shared)
-            wrong = self._unconfirmed(inputs[0], first.out, plan)
-        general = plan.general | wrong
-        return plan._replace(general=general, pairs=kronecker_pairs(first.operations, uses, general))
+        plan = self._settled(x, other, records[0], first_plan(x, records))
+        return plan._replace(pairs=kronecker_pairs(records[0].operations, plan.uses, plan.general))
 
-    def _record(self, x: Any) -> _Record:
+    def _settled(self, x: Any, other: int, record: Record, plan: Plan) -> Plan:
+        """The plan with all that ordinary gradients do not confirm going the general way."""
+        shared = [o for o, p in zip(record.operations, plan.operations, strict=True) if p[2].shared]
+        sizes, wrong = {size for o in shared for size in o.x.shape}, set(self.parameters)
+        if plan.shared and (some := witnesses(length(x), other, sizes)):
+            wrong = self._unconfirmed(rows(x, some), record.out, plan)
+        if wrong:  # perhaps examples do not come first where the vectors for all go
+            plan = plan.without_shared()
+            wrong = self._unconfirmed(rows(x, witnesses(length(x), other)), record.out, plan)
+        return plan._replace(general=plan.general | wrong)
+
+    def _only(self, names: set[str]) -> Params:
+        return {name: p for name, p in self.parameters.items() if name in names}
+
+    def _record(self, x: Any) -> Record:
         met: list[tuple[Operation, int]] = []
         held = 0
 
@@ -175,13 +209,14 @@ class PerExample:
             torch.enable_grad(),
             Tap(self.parameters, meet, self.model.buffers()) as tap,
         ):  # nothing needs a gradient, so no graph is made
-            out = _checked(self.model(x), x)
+            out = checked(self.model(x), x)
         changed = {n for o, version in met if o.x._version != version for n in o.names.values()}
-        return _Record([operation for operation, _ in met], out, tap.unknown | changed, tap.reorders, held)
+        return Record([operation for operation, _ in met], out, tap.unknown | changed, tap.picks, held)
 
     def _unconfirmed(self, some: Any, out: Tensor, plan: Plan) -> set[str]:
         """Parameters whose squared gradients, summed over these examples, are not what ordinary gradients give."""
-        s = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(0)).to(out.device)
+        random = torch.Generator().manual_seed(0)
+        s = torch.randn(length(some), *out.shape[1:], dtype=out.dtype, generator=random).to(out.device)
         squares = Elementwise(self.parameters)
         try:
             self._tapped(some, squares, plan).backward([s], last=True)
@@ -190,8 +225,8 @@ class PerExample:
         squares.end_chunk()
         truth = Elementwise(self.parameters)
         met: set[str] = set()
-        for i in range(len(out)):
-            met |= self._one_by_one(_rows(some, [i]), s[i : i + 1], truth, set(self.parameters))
+        for i in range(len(s)):
+            met |= add_one(self.model, self.parameters, rows(some, [i]), s[i : i + 1], truth)
         return {
             name
             for name, right in truth.sums.items()
@@ -201,13 +236,13 @@ class PerExample:
 
     def _tapped(self, x: Any, statistic: Statistic, plan: Plan, cut: bool = False) -> Tapped:
         """A forward pass whose backward passes feed the statistic; ``cut`` takes every layer's input as given."""
-        examples, expected, between = _length(x), iter(plan.operations), list[Tensor]()
+        examples, expected, between = length(x), iter(plan.operations), list[Tensor]()
         same_shape = [v.shape[1:] for v in tree_leaves(x)] == plan.shapes
         root = torch.zeros((), requires_grad=True)  # what backward passes run towards, through no parameter
         tapped = Tapped(root, [], statistic, plan, defaultdict(list))
 
         def meet(operation: Operation, call: Any, args: Any, kwargs: Any) -> Any:
-            kind, names, operation.layout, rows = next(expected, (None, {}, Layout(0), 1))
+            kind, names, operation.layout, several = next(expected, (None, {}, Layout(0), 1))
             if kind is not type(operation) or names != operation.names:
                 raise _Changed
             if plan.general.issuperset(names.values()):
@@ -217,8 +252,8 @@ class PerExample:
                 operation.x = repeated(numbers, numbers, examples)
                 return tapped.listen(repeated(y, numbers, examples).clone(), operation, examples)
             if not isinstance(operation, (Broadcast, Expansion)):
-                length = operation.x.shape[operation.layout.axis]
-                if length % examples or ((rows == 1 or same_shape) and length != rows * examples):
+                long = operation.x.shape[operation.layout.axis]
+                if long % examples or ((several == 1 or same_shape) and long != several * examples):
                     raise _Changed
             if isinstance(operation, Broadcast):
                 copies = operation.copies(args[operation.place], examples)
@@ -236,56 +271,16 @@ class PerExample:
             y = call(*args, **kwargs)
             return tapped.listen(y.clone() if isinstance(operation, Expansion) else y, operation, examples)
 
-        with torch.enable_grad(), Tap(self.parameters, meet):
+        with torch.enable_grad(), Tap(self.parameters, meet) as tap:
             out = self.model(x)
+        if count(tap.picks) != plan.picks:  # perhaps it orders examples now
+            raise _Changed
         tapped.outputs[:] = [*between, out]
         return tapped
-
-    def _general(self, x: Any, column: Tensor, statistic: Statistic, names: set[str]) -> None:
-        """``vmap(grad)`` over a bounded number of examples at a time, for these parameters only."""
-        some = {n: p.detach() for n, p in self.parameters.items() if n in names}
-
-        def one(parameters: Params, xi: Any, s: Tensor) -> Tensor:
-            out: Tensor = functional_call(self.model, parameters, (tree_map(lambda v: v[None], xi),))
-            return (out[0] * s).sum()
-
-        size = max(1, 2**24 // max(1, sum(p.numel() for p in some.values())))
-        for i in range(0, len(column), size):
-            part, s = _rows(x, slice(i, i + size)), column[i : i + size]
-            try:
-                with warnings.catch_warnings():
-                    warnings.filterwarnings("ignore", "There is a performance drop")  # it is still faster than a loop
-                    gradients = vmap(grad(one), (None, 0, 0))(some, part, s)
-            except (RuntimeError, ValueError, TypeError, NotImplementedError) as refusal:
-                log.info("vmap refuses %s (%s): an example at a time for it", ", ".join(some), str(refusal)[:100])
-                for k in range(len(s)):
-                    self._one_by_one(_rows(part, [k]), s[k : k + 1], statistic, names)
-            else:
-                for name, g in gradients.items():
-                    statistic.add(name, g.clone(memory_format=torch.contiguous_format))  # may be shared or expanded
-
-    def _one_by_one(self, x: Any, s: Tensor, statistic: Statistic, names: set[str]) -> set[str]:
-        """The ordinary gradient of a single example; returns the parameters it depends on."""
-        some = {n: p.detach().requires_grad_() for n, p in self.parameters.items() if n in names}
-        with torch.enable_grad():
-            out = functional_call(self.model, some, (x,))
-        found = torch.autograd.grad(out, list(some.values()), s, allow_unused=True)
-        for (name, p), g in zip(some.items(), found, strict=True):
-            dense = torch.zeros_like(p) if g is None else g.to_dense() if g.is_sparse else g.clone()  # an LSTM shares
-            statistic.add(name, dense[None])
-        return {name for name, g in zip(some, found, strict=True) if g is not None}
 
 
 class _Changed(Exception):
     """The model did not do what it did in the probe: its control flow depends on the data."""
-
-
-class _Record(NamedTuple):
-    operations: list[Operation]
-    out: Tensor
-    unknown: set[str]
-    reorders: bool
-    held: int
 
 
 @contextmanager
@@ -303,20 +298,3 @@ def untouched(model: nn.Module) -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fast)
         for p in learning:
             p.requires_grad_(True)
-
-
-def _checked(out: Any, x: Any) -> Tensor:
-    if not isinstance(out, Tensor) or not out.dim() or len(out) != _length(x):
-        kind = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
-        raise TypeError(
-            f"The model must give a tensor with a row per example, it gave {kind}: wrap it to return the outputs alone."
-        )
-    return out
-
-
-def _length(x: Any) -> int:
-    return len(tree_leaves(x)[0])
-
-
-def _rows(x: Any, index: Any) -> Any:
-    return tree_map(lambda v: v[index], x)

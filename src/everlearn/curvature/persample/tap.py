@@ -2,7 +2,8 @@
 
 Modules are not asked, so functional calls, shared weights and attention are seen like any layer. A call is recognised
 as one of the ``operations``; a Python function of ``torch.nn.functional`` that is not is opened, so that the calls
-inside it are seen; anything else is an unknown use of the parameters in it.
+inside it are seen; anything else is an unknown use of the parameters in it. The other calls are looked at for what is
+picked in them, and for numbers that are the same for all examples.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from everlearn.curvature.persample.convolution import Convolution, same_padding, spread
 from everlearn.curvature.persample.operations import Broadcast, Embedding, Expansion, Linear, Norm, Operation
+from everlearn.curvature.persample.picks import Pick, picked
 from everlearn.params import Params
 
 Call = Callable[..., Any]
@@ -31,7 +33,8 @@ ARITHMETIC = {
     *(torch.sub, Tensor.sub, Tensor.__sub__, Tensor.__rsub__, torch.div, Tensor.div, Tensor.__truediv__),
 }
 IN_PLACE = {Tensor.add_, Tensor.__iadd__, Tensor.mul_, Tensor.__imul__}
-IN_PLACE_NAME = re.compile(r"__setitem__|__i\w+__|\w*[^_]_")
+WRITES = re.compile(r"__setitem__|__i\w+__|\w*[^_]_|numpy|__array__|__dlpack__")  # or hands out its memory for it
+MADE_OF_NUMBERS = {"arange", "zeros", "ones", "full", "eye"}  # torch.tensor may be given numbers read from the data
 PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm}
 TURNED = {Tensor.t, torch.t, Tensor.T.__get__, Tensor.mT.__get__}  # type: ignore[attr-defined]
 HARMLESS = {Tensor.detach, Tensor.data.__get__}  # type: ignore[attr-defined]
@@ -49,18 +52,20 @@ class Tap(TorchFunctionMode):
     def __init__(self, parameters: Params, meet: Handle, constants: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self.meet, self.unknown = meet, set[str]()
-        self.reorders = False  # whether the data decide which rows go where, so that a probe says nothing about others
+        self.picks: list[Pick] = []
         self._known = {id(p): (name, False) for name, p in parameters.items()}  # False: as it is, True: transposed
         self._alive: list[Tensor] = []  # transposed views, kept so that their ids stay theirs
-        self._constant = {id(t): t for t in constants}  # and what is made of them alone
+        self._constant: dict[int | None, Tensor] = {
+            memory: t for t in constants if (memory := _memory(t))
+        }  # and what is made of them alone
 
     def __torch_function__(self, func: Call, types_: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         used = [*_tensors((args, kwargs))]
         met = {self._known[id(t)][0] for t in used if id(t) in self._known}
+        self.picks += picked(func, args, kwargs, self.is_constant)
         if not met:
-            self.reorders = self.reorders or self._reorders(func, args, kwargs)
-            return self._followed(func, used, func(*args, **kwargs))
+            return self._followed(func, used, kwargs, func(*args, **kwargs))
         if not torch.is_grad_enabled():  # inside a custom function: its backward pass is not made of what is seen here
             self.unknown |= met
             return func(*args, **kwargs)
@@ -78,23 +83,22 @@ class Tap(TorchFunctionMode):
             self.unknown |= met
         return result
 
-    def _followed(self, func: Call, used: list[Tensor], result: Any) -> Any:
-        """The result, known as a constant if it is made of constants, or of nothing but numbers."""
-        if all(map(self.is_constant, used)):
-            self._constant |= {id(t): t for t in _tensors(result)}
-        elif IN_PLACE_NAME.fullmatch(getattr(func, "__name__", "")):
-            self._constant.pop(id(used[0]), None)
-        return result
+    def _followed(self, func: Call, used: list[Tensor], kwargs: dict[str, Any], result: Any) -> Any:
+        """The result, known as a constant if it is made of constants, or of numbers in a way that data have no part in.
 
-    def _reorders(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether rows are picked by numbers that the data have a part in."""
-        if func not in PICKS and func is not Tensor.__getitem__:
-            return False
-        return any(t.dim() and not self.is_constant(t) for t in _tensors((args[1:], kwargs)))
+        Whoever writes into a tensor, through whatever view of its memory, may write data.
+        """
+        name = getattr(func, "__name__", "")
+        if WRITES.fullmatch(name) or kwargs.get("out") is not None:
+            for tensor in [*_tensors(kwargs.get("out")), *used[:1]]:
+                self._constant.pop(_memory(tensor), None)
+        elif all(map(self.is_constant, used)) if used else name in MADE_OF_NUMBERS:
+            self._constant |= {memory: t for t in _tensors(result) if (memory := _memory(t))}
+        return result
 
     def is_constant(self, tensor: Tensor) -> bool:
         """Whether it is the same whatever the data are."""
-        return id(tensor) in self._constant
+        return _memory(tensor) in self._constant
 
     def _name(self, tensor: Any) -> str | None:
         return self._known[id(tensor)][0] if id(tensor) in self._known else None
@@ -223,10 +227,12 @@ NORMS: dict[Call, tuple[str, ...]] = {  # their arguments after the input
 }
 
 
-PICKS = {
-    *(torch.index_select, Tensor.index_select, torch.masked_select, Tensor.masked_select),
-    *(torch.gather, Tensor.gather, torch.take_along_dim, Tensor.take_along_dim),
-}
+def _memory(tensor: Tensor) -> int | None:
+    """Where its memory begins, which all its views share; None if it has none."""
+    try:
+        return tensor.untyped_storage().data_ptr() or None
+    except (RuntimeError, NotImplementedError):  # sparse, or not there in earnest
+        return None
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

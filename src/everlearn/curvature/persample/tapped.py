@@ -22,6 +22,7 @@ class Plan(NamedTuple):
         pairs: the weights with Kronecker factors, and the bias (or None) that goes with each.
         shapes: of one example's inputs.
         held: bytes of the inputs and outputs of all operations, for one example.
+        picks: how often something was picked from an axis, other than by slices.
     """
 
     operations: list[tuple[type[Operation], dict[str, str], Layout, int]]
@@ -30,6 +31,17 @@ class Plan(NamedTuple):
     pairs: dict[str, str | None]
     shapes: list[torch.Size]
     held: int = 0
+    picks: int = 0
+
+    @property
+    def shared(self) -> set[str]:
+        """The parameters that are looked up once for all examples, and go the fast way."""
+        found = {name for _, names, layout, _ in self.operations if layout.shared for name in names.values()}
+        return found - self.general
+
+    def without_shared(self) -> Plan:
+        """The same with these going the general way; no Kronecker factors are theirs."""
+        return self._replace(general=self.general | self.shared)
 
 
 class Tapped(NamedTuple):
