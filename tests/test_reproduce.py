@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,6 +19,7 @@ from everlearn.cli.app import start
 from everlearn.cli.plan import cells as runs_of
 from everlearn.cli.tables import Cell
 from everlearn.cli.workers import outcomes
+from everlearn.tuning import Lost
 
 TINY = """
 title = "Digits"
@@ -265,9 +267,62 @@ def test_workers_end_with_their_command(tmp_path, orphans):
 def test_a_worker_that_dies_costs_its_own_run_alone(tmp_path):
     todo = [Slow("a", tmp_path, dies=9), Slow("b", tmp_path), Slow("c", tmp_path, dies=1), Slow("d", tmp_path)]
     ended = dict(outcomes(todo, workers=2, threads=1))
-    assert "died 3 times" in str(ended.pop(0))
+    lost = ended.pop(0)
+    assert isinstance(lost, Lost) and "died 3 times" in str(lost)
     assert ended == {1: "b", 2: "c", 3: "d"}
     assert (tmp_path / "began c").read_text() == "xx" and (tmp_path / "began b").read_text() == "x"
+
+
+@pytest.mark.parametrize("cluster", [None, "ray", "slurm"])
+def test_of_no_runs_nothing_comes(cluster):
+    assert list(outcomes([], 2, 1, cluster=cluster)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of ray
+@pytest.mark.enable_socket
+def test_ray_tells_a_lost_machine_from_an_error_of_the_run():
+    ray = pytest.importorskip("ray")
+
+    class Run:  # in here it is sent whole, to processes that know no tests
+        plan = SimpleNamespace(device="cpu")
+
+        def __init__(self, dies):
+            self.dies = dies
+
+        def run(self, force):
+            if self.dies:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise KeyError("head")
+
+    try:
+        ended = dict(outcomes([Run(True), Run(False)], 2, 1, cluster="ray"))
+    finally:
+        ray.shutdown()
+    assert [type(ended[i]) for i in range(2)] == [Lost, RuntimeError]
+    assert all("its job has failed" in str(outcome) for outcome in ended.values()) and "head" in str(ended[1])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_slurm_tells_a_lost_machine_from_an_error_of_the_run(tmp_path, monkeypatch):
+    pytest.importorskip("submitit")
+    monkeypatch.setattr("everlearn.cli.workers.shutil.which", lambda name: "srun")
+    monkeypatch.setattr("submitit.slurm.slurm.SlurmExecutor.affinity", classmethod(lambda cls: -1))
+
+    class Run:
+        plan = SimpleNamespace(device="cpu", out=tmp_path, time_limit=1, partition=None)
+
+        def __init__(self, dies):
+            self.dies = dies
+
+        def run(self, force):
+            if self.dies:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise KeyError("head")
+
+    ended = dict(outcomes([Run(True), Run(False)], 2, 1, cluster="slurm"))
+    assert [type(ended[i]) for i in range(2)] == [Lost, RuntimeError]
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import errno
 import os
 import signal
+import threading
 import time
 
 import numpy as np
@@ -211,6 +212,62 @@ def test_one_process_at_a_time(force, checkpoints, outcome):
     ):
         outcome(EWC, force=force)
     assert all(p.exists() for p in checkpoints)
+
+
+FLOCK = pytest.mark.skipif(not hasattr(os, "fork"), reason="what is open cannot be removed there")
+
+
+@FLOCK
+def test_who_has_waited_for_a_run_is_alone_there_too(tmp_path):
+    saver, inside, done = Checkpoints(tmp_path / "x.checkpoints", Every()), threading.Event(), threading.Event()
+
+    def wait():
+        with Checkpoints(saver.folder, Every()).alone(wait=True):
+            inside.set()
+            done.wait(20)
+
+    thread = threading.Thread(target=wait)
+    with saver.alone():
+        thread.start()
+        time.sleep(0.2)  # it waits at the lock by now
+        saver.clear()
+    try:
+        assert inside.wait(20)
+        with pytest.raises(ValueError, match="Another process is at work"), saver.alone():
+            pass
+    finally:
+        done.set()
+        thread.join()
+    assert not saver.folder.exists()
+
+
+@FLOCK
+def test_however_many_come_and_go_one_is_inside(tmp_path):
+    wrong, folder = [], tmp_path / "x.checkpoints"
+
+    def come_and_go():
+        try:
+            for _ in range(100):
+                with (saver := Checkpoints(folder, Every())).alone(wait=True):
+                    (tmp_path / "inside").touch(exist_ok=False)
+                    (folder / "000000-000000001.checkpoint").touch(exist_ok=False)
+                    saver.clear()
+                    (tmp_path / "inside").unlink()
+        except OSError as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=come_and_go) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and not folder.exists()
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="it is a file"), Checkpoints(tmp_path / "file", Every()).alone():
+        pass
 
 
 def test_a_disk_without_locks_is_no_reason_to_stop(outcome, monkeypatch):

@@ -1,9 +1,11 @@
 """Tuning: trials are runs, share what is identical, and a study goes on where it was stopped."""
 
+import gc
 import multiprocessing
 import os
 import signal
 import time
+import weakref
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, get_args, get_type_hints
@@ -21,7 +23,7 @@ from everlearn.trainer import Every
 from everlearn.trainer.course import Course
 from everlearn.trainer.tracking import Journal
 from everlearn.trainer.training import Training, adam
-from everlearn.tuning import Search, tune
+from everlearn.tuning import Lost, Search, tune
 from everlearn.tuning.space import changed, dimensions
 from everlearn.tuning.start import Start
 
@@ -122,6 +124,20 @@ def test_one_module_for_all_trials_is_refused(tmp_path):
         tune(lambda: one, DER(20), digits(), trials=2, training=TRAINING, out=tmp_path)
 
 
+def test_models_of_trials_that_are_over_are_let_go(tmp_path):
+    made, most = [], []
+
+    def make(inputs, outputs):
+        gc.collect()
+        most.append(sum(model() is not None for model in made))
+        model = net(inputs, outputs)
+        made.append(weakref.ref(model))
+        return model
+
+    tune(make, DER(20), digits(), trials=5, prune=False, training=Training(batch_size=64), out=tmp_path)
+    assert len(made) == 6 and max(most) <= 2, "the one with the first weights, and the last trial's"
+
+
 @pytest.mark.parametrize(("name", "field", "search"), LATE, ids=[f"{n}.{f}" for n, f, _ in LATE])
 def test_what_is_said_to_act_late_does_nothing_before_the_first_task_has_ended(name, field, search):
     ends = []
@@ -202,11 +218,15 @@ class Mortal(EWC):
 
     def after_step(self, model):
         super().after_step(model)
-        left = Path(self.allowed).read_bytes() if self.allowed else b""
-        if left:
-            Path(self.allowed).write_bytes(left[1:])
-            if len(left) == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
+        use_up(self.allowed)
+
+
+def use_up(allowed):
+    left = Path(allowed).read_bytes() if allowed else b""
+    if left:
+        Path(allowed).write_bytes(left[1:])
+        if len(left) == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 STEPS = Every(steps=2)
@@ -246,6 +266,53 @@ def test_a_killed_study_goes_on_within_its_trial(steps, tmp_path):
         for name in ("killed", "whole")
     ]
     assert accuracies[0] == accuracies[1]
+
+
+@dataclass(eq=False)
+class MortalHarm(Harmful):
+    """As mortal."""
+
+    allowed: str = ""
+
+    def after_step(self, model):
+        use_up(self.allowed)
+
+
+def pruned(folder, allowed):
+    settings = {"trials": 10, "training": Training(epochs=3, batch_size=32), "fields": {"harm": (0, 0.4)}}
+    return tune(net, MortalHarm(allowed=allowed), digits(), checkpoint=STEPS, out=folder, **settings)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are killed")
+@pytest.mark.parametrize("steps", [pytest.param(50, marks=SLOW), 95, pytest.param(115, marks=SLOW)])
+def test_a_killed_trial_meets_the_others_that_it_would_have_met(steps, tmp_path):
+    (tmp_path / "allowed").write_bytes(b"")
+    whole = pruned(tmp_path / "whole", str(tmp_path / "allowed"))
+    assert any("given up" in t.why for t in whole.trials)
+    (tmp_path / "allowed").write_bytes(b"." * steps)
+    child = multiprocessing.get_context("fork").Process(
+        target=pruned, args=(tmp_path / "killed", str(tmp_path / "allowed"))
+    )
+    child.start()
+    child.join()
+    assert child.exitcode == -signal.SIGKILL
+    (tmp_path / "allowed").write_bytes(b"")
+    again = pruned(tmp_path / "killed", str(tmp_path / "allowed"))
+    assert [str(t) for t in again.trials] == [str(t) for t in whole.trials]
+
+
+def test_a_trial_that_was_killed_when_it_was_given_up_is_given_up(tmp_path, monkeypatch):
+    def stopped(self, trial, outcome):
+        raise KeyboardInterrupt
+
+    settings = {"trials": 2, "training": TRAINING, "fields": {"harm": (0, 0.4)}, "out": tmp_path}
+    with monkeypatch.context() as patched:
+        patched.setattr("everlearn.tuning.trials._hopeless", lambda study, number, score, step: step == 2)
+        patched.setattr("everlearn.tuning.trials.Asked._note", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            tune(net, Harmful(), digits(), **settings)
+    found = tune(net, Harmful(), digits(), **settings)
+    assert [t.why for t in found.trials] == ["given up after task 2", ""]
 
 
 def test_hopeless_trials_are_given_up_and_the_best_is_found(tmp_path):
@@ -322,6 +389,32 @@ def test_side_by_side_hopeless_ones_are_given_up_and_a_dead_process_is_tried_aga
     assert any("given up after task" in t.why for t in found.trials)
 
 
+@dataclass(eq=False)
+class Fatal(EWC):
+    """Ends its process where it is strong, until a file allows it."""
+
+    allowed: str = ""
+
+    def after_step(self, model):
+        super().after_step(model)
+        self._steps = getattr(self, "_steps", 0) + 1
+        if self.strength > 1e5 and self._steps > 3 and not Path(self.allowed).exists():
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="trials side by side are forked")
+def test_side_by_side_a_trial_that_dies_again_and_again_is_left_for_later(tmp_path):
+    out = tmp_path / "study"
+    with pytest.raises(Lost, match=r"1 of 3 trials were lost .its process has died 3 times.*the same command goes on"):
+        study(out, str(tmp_path / "allowed"), workers=2, method=Fatal)
+    assert [*(out / "trials").rglob("*.checkpoint")]
+    (tmp_path / "allowed").touch()
+    again = study(out, str(tmp_path / "allowed"), workers=2, method=Fatal)
+    whole = study(tmp_path / "whole", str(tmp_path / "allowed"), method=Fatal)
+    assert {str(t) for t in again.trials} == {str(t) for t in whole.trials} and len(again.trials) == 3
+    assert not [*out.rglob("*.checkpoint*")]
+
+
 def test_trials_side_by_side_end_with_their_command(tmp_path, monkeypatch, orphans):
     def endless(self, values, told):
         (tmp_path / f"pid {os.getpid()}").touch()
@@ -347,7 +440,7 @@ def elsewhere(folder, runs):
     """As a cluster would: each a run of its own."""
     for i, (method, seed) in enumerate(runs):
         if method.strength > 1e5:
-            yield i, RuntimeError("its job has failed")
+            yield i, FloatingPointError("the loss is nan")
         else:
             yield i, everlearn.run(net, method, digits(), epochs=2, batch_size=32, seed=seed, split="valid", out=folder)
 
@@ -364,21 +457,64 @@ def test_elsewhere_a_trial_is_what_it_is_here(tmp_path):
     there = tune(net, EWC(), digits(), out=tmp_path / "there", workers=3, elsewhere=runs, **settings)
     assert asked == [6, 2]
     known = {t.values["strength"]: t for t in here.trials}
-    assert {t.why for t in there.trials if t.values["strength"] > 1e5} == {"its job has failed"}
+    assert {t.why for t in there.trials if t.values["strength"] > 1e5} == {"the loss is nan"}
     for trial in there.trials:
         if trial.score is not None and trial.values["strength"] in known:
             assert trial == known[trial.values["strength"]]
     assert sum(t.score is not None for t in there.trials) >= 2
 
 
+def test_elsewhere_a_machine_that_fails_costs_what_it_had_not_done(tmp_path):
+    settings = {"training": TRAINING, "prune": False, "fields": {"strength": (1, 1e4)}, "seeds": 2, "trials": 4}
+    whole = tune(net, EWC(), digits(), out=tmp_path / "whole", **settings)
+    asked = []
+
+    def runs(some, down=()):
+        asked.append(len(some))
+        for i, outcome in elsewhere(tmp_path / "lost" / "trials", some):
+            yield i, Lost("its node is gone") if i in down else outcome
+
+    def again(**how):
+        there = {"out": tmp_path / "lost", "workers": 2, "elsewhere": lambda some: runs(some, **how)}
+        return tune(net, EWC(), digits(), **there, **settings)
+
+    with pytest.raises(Lost, match=r"The processes of 2 of 4 trials were lost .its node is gone.: the same command"):
+        again(down=(0, 4))  # a seed of a trial of each round
+    assert asked == [4, 4]
+    found = again()
+    assert asked == [4, 4, 4], "those that were lost, and nothing else"
+    assert {t.values["strength"] for t in found.trials} >= {t.values["strength"] for t in whole.trials[:3]}
+    assert len(found.trials) == 4 and all(t in found.trials for t in whole.trials[:3])
+
+
+def test_elsewhere_without_any_machine_nothing_is_chosen_from_nothing(tmp_path):
+    settings = {"training": TRAINING, "trials": 6, "workers": 2, "out": tmp_path}
+    with pytest.raises(Lost, match="3 of 6 trials"):
+        tune(net, EWC(), digits(), elsewhere=lambda runs: [(i, Lost("gone")) for i in range(len(runs))], **settings)
+    mixed = [FloatingPointError("the loss is nan"), Lost("gone")]
+    with pytest.raises(ValueError, match=r"Every trial has failed.*nan"):
+        tune(
+            net, EWC(), digits(), seeds=2, elsewhere=lambda runs: enumerate(mixed * (len(runs) // 2)),
+            **settings | {"out": tmp_path / "mixed"},
+        )  # fmt: skip
+
+
+def test_elsewhere_a_round_without_values_that_fit_is_no_round(tmp_path):
+    def runs(some):
+        assert some
+        return elsewhere(tmp_path / "trials", some)
+
+    method, settings = EWC(decay=0.5, mode="online"), {"fields": {"mode": None}, "workers": 1, "training": TRAINING}
+    found = tune(net, method, digits(), out=tmp_path, trials=2, elsewhere=runs, **settings)
+    assert [t.score is None for t in found.trials] == [True, False]
+
+
 def test_elsewhere_an_error_of_the_method_is_raised_and_fields_that_do_not_fit_are_noted(tmp_path):
     settings = {"training": TRAINING, "trials": 2, "workers": 2}
 
-    def wrong(runs):
-        yield 0, TypeError("not like this")
-
-    with pytest.raises(TypeError, match="not like this"):
-        tune(net, EWC(), digits(), out=tmp_path, elsewhere=wrong, seeds=1, **settings)
+    for error in (TypeError, RuntimeError):
+        with pytest.raises(error, match="not like this"):
+            tune(net, EWC(), digits(), out=tmp_path, elsewhere=lambda runs: [(0, error("not like this"))], **settings)  # noqa: B023
     found = tune(
         net, EWC(decay=0.5, mode="online"), digits(), out=tmp_path / "words", fields={"mode": None}, **settings,
         elsewhere=lambda runs: elsewhere(tmp_path / "words" / "trials", runs),
@@ -512,6 +648,37 @@ def test_a_study_of_another_question_and_a_foreign_file_are_refused(tmp_path):
     (tmp_path / "foreign-study.db").rename(tmp_path / "foreign" / "study.db")
     with pytest.raises(ValueError, match="everlearn has not made"):
         tune(net, EWC(), digits(), trials=1, training=TRAINING, out=tmp_path / "foreign")
+
+
+def test_a_study_that_is_damaged_meanwhile_is_told(tmp_path):
+    def told(*facts):
+        (tmp_path / "study.db").write_bytes(b"full" * 1000)
+
+    with pytest.raises(ValueError, match=r"not a whole study, or has no room on its disk \(.*: make room"):
+        tune(net, EWC(), digits(), trials=2, training=TRAINING, out=tmp_path, told=told)
+
+
+def test_under_torchrun_it_is_told_what_else_there_is(tmp_path, two):
+    def refused():
+        with pytest.raises(ValueError, match=r"2 processes of torchrun: .*--workers.*--cluster"):
+            tune(net, EWC(), digits(), trials=1, training=TRAINING, out=tmp_path / "study")
+
+    two(refused)
+    assert not (tmp_path / "study").exists()
+
+
+def test_the_command_goes_on_with_other_studies_where_one_has_lost_a_machine(tmp_path, monkeypatch, capsys):
+    def some(todo, *how, **settings):
+        return [(i, Lost("gone") if "EWC" in str(cell) else cell.run(False)) for i, cell in enumerate(todo)]
+
+    monkeypatch.setattr("everlearn.cli.tune.outcomes", some)
+    words = (
+        "tune --methods ewc,l2 --scenario domain --first 2 --epochs 1 --hidden 8 --trials 1 --cluster ray --workers 2"
+    )
+    assert start([*words.split(), "--out", str(tmp_path)]) == 1
+    shown = capsys.readouterr()
+    assert "digits, domain-incremental, L2: averages" in shown.out and "EWC" not in shown.out
+    assert "digits, domain-incremental, EWC: The processes of 1 of 1 trials were lost (gone)" in shown.err
 
 
 def test_the_command_leaves_a_file_that_runs(tmp_path, capsys):

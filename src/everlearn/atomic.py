@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import glob
 import io
 import os
 import pickle
@@ -10,16 +11,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
+
+PART = ".everlearn-part"  # how a file ends that is being written: nobody's own file is taken for one
 
 
 def write(path: Path, *content: bytes | memoryview, mode: int = 0o644) -> None:
     """Write a file, of one piece or several, so that a killed process leaves the old one or the new one, never a part."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=PART)
     try:
         with os.fdopen(handle, "wb") as file:
             file.writelines(content)
@@ -30,6 +33,11 @@ def write(path: Path, *content: bytes | memoryview, mode: int = 0o644) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def parts(path: Path) -> list[Path]:
+    """What processes that were killed have left of writing this file."""
+    return sorted(path.parent.glob(f".{glob.escape(path.name)}.????????{PART}"))
 
 
 def save(state: Any, path: Path) -> Path:
@@ -84,17 +92,44 @@ def alone(path: Path, wait: bool = False) -> Iterator[bool]:
     The system frees such a lock when its process ends, in whatever way. On disks that know no locks it is always True.
 
     Args:
-        path: a file to lock, made if missing, and left there.
+        path: a file to lock, made if missing, with its folder, and left there; who is inside may remove it as the last thing.
         wait: until it is free, instead.
     """
-    with path.open("ab") as file:
-        try:
-            _lock(file.fileno(), wait)
-        except OSError as error:
-            if error.errno in (errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES, errno.EDEADLK):
-                yield False
+    while True:
+        with _opened(path) as file:
+            try:
+                _lock(file.fileno(), wait)
+            except OSError as error:
+                if error.errno in (errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES, errno.EDEADLK):
+                    yield False
+                    return
+            if _is_at(path, file.fileno()):
+                yield True  # closing the file frees it
                 return
-        yield True  # closing the file frees it
+
+
+def _opened(path: Path) -> BinaryIO:
+    """The file, made if missing, with its folder, which somebody may take away at any moment."""
+    for _ in range(100):
+        try:
+            return path.open("ab")
+        except FileNotFoundError:
+            with suppress(OSError):
+                path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError:
+            break
+    writable_folder(path.parent)  # says why
+    return path.open("ab")
+
+
+def _is_at(path: Path, handle: int) -> bool:
+    """Whether an open file is still the one at its path: a lock on one that was removed keeps nobody else out."""
+    if sys.platform == "win32":
+        return True  # there what is open cannot be removed
+    try:
+        return os.path.samestat(os.fstat(handle), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _lock(handle: int, wait: bool) -> None:

@@ -23,7 +23,7 @@ from everlearn.results import amount, readable
 from everlearn.stream import Stream
 from everlearn.trainer import Every
 from everlearn.trainer.training import Training
-from everlearn.tuning import Trial, Tuned, tune
+from everlearn.tuning import Lost, Trial, Tuned, tune
 from everlearn.tuning.picture import png
 from everlearn.tuning.space import Given
 
@@ -68,24 +68,37 @@ def tuned(plan: Trials, options: Tuning) -> None:
         raise UsageError(
             f"--fields names {', '.join(sorted(strange))}, which is not among the methods ({plan.methods})."
         )
+    lost = []
     for cell in todo:
         cell = replace(cell, first=options.first)
         streams = [replace(cell, seed=seed).made() for seed in range(plan.seeds)]
         folder = plan.out / readable(cell.stream, cell.scenario, label(cell.method))
-        found = _study(cell, streams, options, wanted, folder)
-        best, picture = folder / "best.yaml", folder / "trade-off.png"
-        atomic.write(best, _file(cell, found).encode())
-        atomic.write(picture, png(found))
-        print(
-            f"{cell.stream}, {cell.scenario}-incremental, {label(cell.method)}: averages on validation data, the best first"
-        )
-        print(_table(found, streams[0].exams[0].likelihood.score_name))
-        data = "" if plan.data is None else f" --data {plan.data}"
-        print(f"\nThe trade-off is drawn in {picture}, runs are in {folder / 'trials'}.")
-        for d in found.at:
-            if not d.words and found.best.values[d.name] in (d.search.low, d.search.high):
-                print(f"The best {d.name} is at an end of its range: look beyond it with --fields.")
-        print(f"On test data: everlearn run {best}{data}\n")
+        try:
+            found = _study(cell, streams, options, wanted, folder)
+        except Lost as error:  # the other studies may be luckier
+            lost.append(f"{_name(cell)}: {error}")
+            continue
+        _show(cell, found, streams[0].exams[0].likelihood.score_name, folder)
+    if lost:
+        raise Lost("\n".join(lost))
+
+
+def _show(cell: Cell, found: Tuned, score: str, folder: Path) -> None:
+    """What came of a study, in files and on paper."""
+    best, picture, data = folder / "best.yaml", folder / "trade-off.png", cell.plan.data
+    atomic.write(best, _file(cell, found).encode())
+    atomic.write(picture, png(found))
+    print(f"{_name(cell)}: averages on validation data, the best first")
+    print(_table(found, score))
+    print(f"\nThe trade-off is drawn in {picture}, runs are in {folder / 'trials'}.")
+    for d in found.at:
+        if not d.words and found.best.values[d.name] in (d.search.low, d.search.high):
+            print(f"The best {d.name} is at an end of its range: look beyond it with --fields.")
+    print(f"On test data: everlearn run {best}{'' if data is None else f' --data {data}'}\n")
+
+
+def _name(cell: Cell) -> str:
+    return f"{cell.stream}, {cell.scenario}-incremental, {label(cell.method)}"
 
 
 def _study(

@@ -22,6 +22,7 @@ from everlearn.distributed import world
 from everlearn.extras import needs
 from everlearn.orphans import end_with_parent
 from everlearn.results import Result, file_name
+from everlearn.tuning import Lost
 
 Cluster = Literal["ray", "slurm"]
 Outcome = Result | Exception
@@ -43,7 +44,7 @@ def outcomes(
     force: bool = False,
     cluster: Cluster | None = None,
 ) -> Iterator[tuple[int, Outcome]]:
-    """Which run has ended and what came of it, as they end.
+    """Which run has ended and what came of it, as they end; ``Lost`` where its process or its machine has failed.
 
     Args:
         todo: the runs.
@@ -56,6 +57,8 @@ def outcomes(
         raise UsageError(
             "--workers and --cluster make processes of their own: leave them out under torchrun, whose processes share every run."
         )
+    if not todo:
+        return
     if cluster is not None:
         on = {"ray": _on_ray, "slurm": _on_slurm}[cluster]
         yield from _brought_home(todo, on(todo, workers, threads or 1, force))
@@ -96,7 +99,7 @@ def _side_by_side(todo: Sequence[Cell], workers: int, threads: int, force: bool)
                     if tries[i] < TRIES:
                         waiting.append(i)
                         continue
-                    outcome = RuntimeError(
+                    outcome = Lost(
                         f"its process has died {TRIES} times, perhaps for lack of memory; the same command goes on, best with "
                         "fewer --workers"
                     )
@@ -134,7 +137,7 @@ def _on_ray(todo: Sequence[Cell], workers: int, threads: int, force: bool) -> It
             running[job.remote(todo[i], threads, force)] = i
         done, _ = ray.wait(list(running))
         for one in done:
-            yield running.pop(one), _result(partial(ray.get, one), ray.exceptions.RayError)
+            yield running.pop(one), _result(partial(ray.get, one), ray.exceptions.RayError, ray.exceptions.RayTaskError)
 
 
 def _on_slurm(todo: Sequence[Cell], workers: int, threads: int, force: bool) -> Iterator[tuple[int, Outcome]]:
@@ -159,7 +162,7 @@ def _on_slurm(todo: Sequence[Cell], workers: int, threads: int, force: bool) -> 
     while left:
         for i, job in list(left.items()):
             if job.done():
-                yield i, _result(left.pop(i).result, Exception)
+                yield i, _result(left.pop(i).result, Exception, submitit.core.utils.FailedJobError)
         time.sleep(0.5 if left else 0)
 
 
@@ -187,11 +190,13 @@ def _brought_home(todo: Sequence[Cell], outcomes: Iterator[tuple[int, Outcome]])
         yield i, outcome
 
 
-def _result(get: Callable[[], Outcome], failure: type[BaseException]) -> Outcome:
+def _result(get: Callable[[], Outcome], failure: type[BaseException], own: type[BaseException]) -> Outcome:
+    """What a job has given; of failures those of the run's own code are told from those of its machine."""
     try:
         return get()
     except failure as error:
-        return RuntimeError(f"its job has failed ({' '.join(str(error).split())[-300:]})")
+        kind = RuntimeError if isinstance(error, own) else Lost
+        return kind(f"its job has failed ({' '.join(str(error).split())[-300:]})")
 
 
 def _with_threads(cell: Cell, threads: int, force: bool) -> Outcome:

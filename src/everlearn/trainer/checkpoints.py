@@ -11,7 +11,7 @@ import time
 import warnings
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -78,7 +78,7 @@ class Checkpoints:
             anew: forget what was written.
             wait: for a process that does, instead of an error.
         """
-        with atomic.alone(atomic.writable_folder(self.folder) / "lock", wait) as free:
+        with atomic.alone(self.folder / "lock", wait) as free:
             if not free:
                 raise ValueError(f"Another process is at work on this run, in {self.folder}: wait for it, or stop it.")
             for place in list(self._places()) if anew else ():
@@ -87,7 +87,7 @@ class Checkpoints:
                 yield
             finally:
                 if not any(self._places()):
-                    self.clear()
+                    self._leave()
 
     def due(self) -> bool:
         """Whether it is time after one more step, and of use."""
@@ -155,13 +155,25 @@ class Checkpoints:
         if self.folder.is_dir():
             with atomic.alone(self.folder / "lock") as free:
                 if free:
-                    self.clear()
+                    self._leave()
 
     def clear(self) -> None:
-        """The run is done."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-        if world() > 1 and self.folder.parent.is_dir() and not any(self.folder.parent.iterdir()):
-            shutil.rmtree(self.folder.parent, ignore_errors=True)
+        """The run is done, or begins anew: all is forgotten but the lock, which keeps others out until ``alone`` ends."""
+        for path in self.folder.iterdir() if self.folder.is_dir() else ():
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name != "lock":
+                with suppress(OSError):
+                    path.unlink()
+
+    def _leave(self) -> None:
+        """Take the folder away; the lock is the last file of it, since from then on another process may be there."""
+        self.clear()
+        with suppress(OSError):  # it is there already, or the system keeps what is open
+            (self.folder / "lock").unlink(missing_ok=True)
+            self.folder.rmdir()
+            if world() > 1:
+                self.folder.parent.rmdir()
 
     def _read(self, task: int, step: int) -> State | None:
         path = self._path(task, step)

@@ -21,25 +21,14 @@ ENDED = ("COMPLETE", "PRUNED")
 @contextmanager
 def study(optuna: Any, path: Path, at: Sequence[Dimension], starts: Sequence[Start], trials: int) -> Iterator[Any]:
     """The study of a file, new or gone on with; one of another question is refused, and one that somebody works at."""
-    question = json.dumps([_question(at, start) for start in starts], sort_keys=True, default=str)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     with atomic.alone(path.with_suffix(".lock")) as free:
         if not free:
             raise ValueError(f"Another process is at work on {path}: wait for it, or give another folder.")
-        found = _open(optuna, path)
-        _check(found, path, question)
-        found.sampler = optuna.samplers.TPESampler(
-            seed=starts[0].training.seed + len(found.trials),  # gone on with, it proposes others than before
-            n_startup_trials=max(1, trials // 2),
-        )
-        if not found.trials:
-            found.set_user_attr("question", question)
-            for values in first_values(at, trials):
-                found.enqueue_trial(values)
-        for left in found.get_trials(states=[optuna.trial.TrialState.RUNNING]):  # by a process that was stopped
-            found.tell(left.number, state=optuna.trial.TrialState.FAIL)
-            found.enqueue_trial(left.params)
-        yield found
+        try:
+            yield _ready(optuna, path, at, starts, trials)
+        except optuna.exceptions.StorageInternalError as error:  # also of what is done with it
+            raise _damaged(path, error.__cause__ or error) from error
 
 
 def most(at: Sequence[Dimension], trials: int) -> int:
@@ -47,15 +36,38 @@ def most(at: Sequence[Dimension], trials: int) -> int:
     return prod(len(d.choices) for d in at) if all(d.choices for d in at) else trials
 
 
+def _ready(optuna: Any, path: Path, at: Sequence[Dimension], starts: Sequence[Start], trials: int) -> Any:
+    """The study, with a sampler, and in a new one the values that are tried first."""
+    question = json.dumps([_question(at, start) for start in starts], sort_keys=True, default=str)
+    found = _open(optuna, path)
+    _check(found, path, question)
+    found.sampler = optuna.samplers.TPESampler(
+        seed=starts[0].training.seed + len(found.trials),  # gone on with, it proposes others than before
+        n_startup_trials=max(1, trials // 2),
+    )
+    if not found.trials:
+        found.set_user_attr("question", question)
+        for values in first_values(at, trials):
+            found.enqueue_trial(values)
+    return found
+
+
 def _open(optuna: Any, path: Path) -> Any:
     try:
-        return optuna.create_study(
+        found = optuna.create_study(
             storage=f"sqlite:///{path}", study_name="everlearn", direction="maximize", load_if_exists=True
         )
-    except Exception as error:  # of the database, whose kinds are its own
-        raise ValueError(
-            f"{path} is not a whole study ({type(error).__name__}): move it away to begin anew."
-        ) from error
+        _ = found.trials, found.user_attrs  # what is damaged is found now
+    except Exception as error:  # of the database, whose kinds are its own, or of what it holds
+        raise _damaged(path, error.__cause__ or error) from error
+    return found
+
+
+def _damaged(path: Path, error: BaseException) -> ValueError:
+    why = " ".join(str(getattr(error, "orig", error)).split())
+    return ValueError(
+        f"{path} is not a whole study, or has no room on its disk ({why}): make room, or move it away to begin anew."
+    )
 
 
 def _check(found: Any, path: Path, question: str) -> None:

@@ -6,7 +6,8 @@ import io
 from typing import Any
 
 from everlearn.extras import needs
-from everlearn.tuning.study import Trial, Tuned
+from everlearn.tuning.study import Tuned
+from everlearn.tuning.trials import Trial
 
 LINES = {"average": "o-", "old tasks": "s--", "new tasks": "^:"}
 

@@ -17,6 +17,10 @@ Learn = Callable[[Any, Report], dict[str, Any]]  # of values
 TRIES = 3  # for a trial whose process dies
 
 
+class Lost(OSError):
+    """A process is gone, or its machine, which says nothing about what it did: the same command goes on with that."""
+
+
 class Running(NamedTuple):
     """A trial under way."""
 
@@ -31,8 +35,8 @@ def side_by_side(
     learn: Learn,
     hopeless: Callable[[Any, float, int], bool],
     workers: int,
-) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Trials and what came of each, as they end.
+) -> Iterator[tuple[Any, dict[str, Any] | Lost]]:
+    """Trials and what came of each, as they end; ``Lost`` where its process dies again and again.
 
     Processes are forked, so that all share the memory of what was learned before them.
 
@@ -71,7 +75,7 @@ def side_by_side(
                     if one.tries < TRIES:
                         begin(one.trial, one.values, one.tries + 1)
                     else:
-                        yield one.trial, {"why": f"its process has died {TRIES} times, perhaps for lack of memory"}
+                        yield one.trial, Lost(f"its process has died {TRIES} times, perhaps for lack of memory")
                     continue
                 if kind == "so far":
                     verdict = hopeless(one.trial, *content)

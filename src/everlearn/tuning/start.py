@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -69,7 +70,7 @@ class Start:
             raise ValueError(
                 "Tuning is about what later tasks do to earlier ones: the stream needs two tasks at least."
             )
-        self._made: list[nn.Module] = []
+        self._made: list[weakref.ref[nn.Module]] = []  # a model lives as long as its trial
         if missing := [str(exam) for exam in self.stream.exams if exam.valid is None]:
             raise ValueError(f"Tuning needs validation data, {missing[0]} has none: make the stream with valid=0.1.")
 
@@ -80,7 +81,7 @@ class Start:
     def close(self) -> None:
         """There are no more trials."""
         if self._first is not None:
-            self._first.clear()
+            self._first.tidy()
 
     def learn(self, values: Sequence[Value], told: Callable[[Sequence[Sequence[float]]], None]) -> Result:
         """The result that a run with these values has, which is saved.
@@ -169,9 +170,10 @@ class Start:
 
     def _build(self) -> nn.Module:
         model = build(self.make_model, self.stream).to(self.device)
-        if any(model is other for other in self._made):
+        self._made = [other for other in self._made if other() is not None]
+        if any(model is other() for other in self._made):
             raise ValueError("make_model gives one module again and again: give the module itself, which is copied.")
-        self._made.append(model)
+        self._made.append(weakref.ref(model))
         return model
 
     @cached_property
