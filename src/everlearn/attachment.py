@@ -3,35 +3,25 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from everlearn import distributed
 from everlearn.batch import Batch, ask
 from everlearn.likelihood import Categorical, Likelihood
+from everlearn.loops import Seen, on_gradient, rows_compared, share_left, weights_of
 from everlearn.params import refuse_sharded
 
 if TYPE_CHECKING:
     from everlearn.method import Method
-
-
-@dataclass(eq=False)
-class Seen:
-    """A micro-batch of the step under way, and what the model has said to it."""
-
-    batch: Batch
-    passed: bool = False
-    out: Tensor | None = None
-    pull: Tensor | None = None  # the gradient of the loop's loss in these outputs
-    precision: torch.dtype | None = None  # of autocast
 
 
 class Attachment:
@@ -40,13 +30,16 @@ class Attachment:
     Whoever owns the loop leaves the gradient of their loss in ``p.grad``. Before the optimizer moves, once per step, of however
     many micro-batches b it is made, the method adds its part:
 
-        g ← g + Σ_b (n_b / n) ∇[ L_method(b) - L_task(b) ],    then before_step(model)
+        g ← g + Σ_b c_b ∇[ L_method(b) - L_task(b) ],    then before_step(model)
 
     and after the move it has ``after_step(model)``. At that place gradients are summed, unscaled and averaged over processes, so
-    that accumulation and mixed precision need not be known, and the loop's own loss stays what it is. A method whose task loss is
-    another than the likelihood's, as that of replay is, subtracts the latter: at the first step it is checked that the loop's is
-    that. Methods that look at examples see those that pass the model in training mode; labels are told by ``see``. What
-    has passed without a step, because a gradient scaler skipped it or the loop did, is forgotten when gradients begin anew.
+    that accumulation and mixed precision need not be known, and the loop's own loss stays what it is. c_b is how much of L_task(b)
+    is in g: where labels are known it is measured at every step, at the outputs and at a parameter, since a scaler or a clipping
+    may have come between; else it is the micro-batch's share of the examples. A method whose task loss is another than the
+    likelihood's, as that of replay is, subtracts the latter, and refuses a loop whose loss is no multiple of it. Penalties of the
+    parameters alone are added as they are. Methods that look at examples see those that pass the model in training mode;
+    labels are told by ``see``. What has passed without a step, because a gradient scaler skipped it or the loop did, is forgotten
+    when gradients begin anew.
 
     Args:
         method: the method.
@@ -64,10 +57,19 @@ class Attachment:
         self._seen: list[Seen] = []
         self.busy = self._edited = False  # asking the model itself; owing an after_step
         self._replaces = method.changes("join") or method.changes("task_loss")
-        self._known = not self._replaces  # whether the loop's loss is the likelihood's
+        self._mixes = any(isinstance(m, _BatchNorm) for m in model.modules())
+        self._backward, self._queued = (
+            0,
+            False,
+        )  # the loop's backward passes, and whether the end of this one is awaited
+        self._came: tuple[nn.Parameter, Tensor] | None = None  # a parameter, and its gradient after the last of them
+        self._before_pass: list[tuple[Tensor, Tensor]] = []  # running statistics, as the step's first pass found them
+        self._statistics: list[tuple[Tensor, Tensor]] = []  # as an asking again has found them
+        self._again: Any = None  # inputs that the loop has passed, while the model is asked again
         self._handles = [
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
+            model.register_forward_pre_hook(self._passes, with_kwargs=True),
             model.register_forward_hook(self._passed, with_kwargs=True),
         ]
 
@@ -82,8 +84,9 @@ class Attachment:
         """
         if self.method.of_parameters:
             return
-        batch = x if isinstance(x, Batch) else Batch(x, y, likelihood=self.likelihood, epoch=epoch)
-        self._seen.append(Seen(batch))
+        if not isinstance(x, Batch):
+            x = Batch(x, None if y is None else self.likelihood.labels(y), likelihood=self.likelihood, epoch=epoch)
+        self._seen.append(Seen(x))
         if out is not None:
             self._note(self._seen[-1], out)
 
@@ -105,9 +108,18 @@ class Attachment:
         other.busy, other._seen, other._handles = True, [], []
         return other
 
+    def _passes(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Running statistics are noted where something must be taken back later."""
+        if self.busy and self._again is not None and args and args[0] is self._again:
+            self._statistics = self._all_statistics()  # what the loop has passed must not count twice
+        elif self._mixes and self._replaces and not self.busy and not self._before_pass and self._learns(model):
+            self._before_pass = self._all_statistics()
+
     def _passed(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Note what goes through the model while it learns."""
-        if self.busy or self.method.of_parameters or not model.training or not torch.is_grad_enabled():
+        if self.busy and self._again is not None and args and args[0] is self._again:
+            _put_back(self._statistics)
+        if self.busy or self.method.of_parameters or not self._learns(model):
             return
         passed = self._batch(args, kwargs)
         if not self._seen or self._seen[-1].passed:
@@ -117,24 +129,45 @@ class Attachment:
             one.batch = replace(one.batch, x=passed.x)  # as the loop has normalised it
         self._note(one, out)
 
+    def _learns(self, model: nn.Module) -> bool:
+        return model.training and torch.is_grad_enabled()
+
+    def _all_statistics(self) -> list[tuple[Tensor, Tensor]]:
+        return [(b, b.clone()) for b in self.model.buffers()]
+
     def _note(self, one: Seen, out: Any) -> None:
         """What the model has said, where it is needed, and what becomes of it."""
-        one.passed = True
+        one.passed, self._queued = True, False
         device = next(self.model.parameters()).device.type
         one.precision = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         if not isinstance(out, Tensor):
             return
-        if not self._known or self.method.changes("observe"):
-            one.out = out.detach()
+        one.out = out.detach()
         if out.requires_grad:
-            out.register_hook(partial(self._pulled, one))
+            one.waits = True
+            on_gradient(out, partial(self._pulled, one))
 
     def _pulled(self, one: Seen, gradient: Tensor) -> None:
-        """The loop goes backward: where it does so with no gradients yet, what passed before has made no step."""
-        if not self._known:
-            one.pull = gradient.detach()
-        if one in self._seen and all(p.grad is None for p in self.model.parameters()):
-            self._seen = self._seen[self._seen.index(one) :]
+        """The loop goes backward: where it does so with no gradients yet, what earlier passes left has made no step."""
+        if one not in self._seen:
+            return
+        some = gradient.detach()[: rows_compared(gradient)].clone()
+        one.pull = some if one.pull is None else one.pull + some
+        earlier = [s for s in self._seen if 0 <= s.backward < self._backward]
+        if earlier and (self._came is None or self._came[0].grad is None or not self._came[0].grad.any()):
+            self._seen = [s for s in self._seen if s not in earlier]
+        one.waits, one.backward = False, self._backward
+        if not self._queued:
+            self._queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._arrived)
+
+    def _arrived(self) -> None:
+        """The loop's backward pass is over."""
+        self._backward, self._queued = self._backward + 1, False
+        for p in reversed([*self.model.parameters()]):
+            if p.requires_grad and p.grad is not None and p.grad.any():
+                self._came = p, p.grad.detach().clone()
+                return
 
     def _batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:
         if len(args) == 1 and not kwargs:
@@ -167,59 +200,41 @@ class Attachment:
 
     def _edit(self) -> None:
         """Add the method's part to the gradients, and let it edit them."""
-        seen, self._seen = [one for one in self._seen if one.batch.weight], []
+        pulled, self._seen = [one for one in self._seen if not one.waits] or self._seen, []
+        seen = [one for one in pulled if one.batch.weight]
+        came, self._came = self._came, None
         if all(p.grad is None for p in self.model.parameters()):
             return
         whole = sum(one.batch.weight for one in seen)
+        left = share_left(came)
         with self._unnoticed(bool(seen)):
-            if not self._known and seen:
-                self._compare(seen)
+            counts = weights_of(seen, left, type(self.method).__name__ if self._replaces else None)
             learning = [] if self.method.of_parameters else [*self.model.parameters(), *self.method.parameters()]
             with _averaged(learning, whole):
-                for one in seen:
+                for one, count in zip(seen, counts, strict=True):
                     with _autocast(one, self.model), _hint(one.batch):
-                        extra = self._extra(one)
-                    _backward(extra, one.batch.weight / whole)
+                        extra = count * self._extra(one)
+                    _backward(extra, learning, 1 / left if one.precision == torch.float16 and left < 1 else 1.0)
             if not seen:
-                _backward(self.method.unpulled(self.model, None, None))
+                _backward(self.method.unpulled(self.model, None, None), learning)
             self.method.pull(self.model)
             self.method.before_step(self.model)
-        self._edited = True
-
-    def _compare(self, seen: list[Seen]) -> None:
-        """Refuse a loop whose loss is not what is subtracted; a power of two may be a scaler's."""
-        pairs = [
-            (one.out.float().requires_grad_(), one) for one in seen if one.out is not None and one.pull is not None
-        ]
-        if len(pairs) < len(seen) or any(one.batch.y is None for one in seen):
-            return
-        ours = [torch.autograd.grad(one.batch.loss(out), out)[0].flatten().double() for out, one in pairs]
-        theirs = [one.pull.flatten().double() for _, one in pairs if one.pull is not None]
-        scales = [float(a @ b / a.square().sum().clamp(min=1e-300)) for a, b in zip(ours, theirs, strict=True)]
-        apart = max(
-            float((b - s * a).norm() / b.norm().clamp(min=1e-300)) for a, b, s in zip(ours, theirs, scales, strict=True)
-        )
-        times = sum(scales)
-        if apart > 0.05 or not (
-            abs(times - 1) < 0.05 or (times > 1.5 and abs(math.log2(times) - round(math.log2(times))) < 0.05)
-        ):
-            what = "another one" if apart > 0.05 else f"{times:.3g} of that"
-            raise ValueError(
-                f"{type(self.method).__name__} weighs the loss of new examples against that of old ones by {self.likelihood}, and the "
-                f"loop's loss is {what}: give attach(…, likelihood=…) what the loop's loss is the mean of, or take the loss from "
-                "method.loss(model, batch)."
-            )
-        self._known = True
+        self._edited, self._before_pass = True, []
 
     def _extra(self, one: Seen) -> Tensor | float:
         """What the method's loss has beyond the loop's."""
         method, batch, out = self.method, one.batch, None
         extra: Tensor | float = 0.0
-        if self._replaces:
-            whole = method.join(batch)
+        self._again = batch.x
+        whole = method.join(batch) if self._replaces else batch
+        if whole is not batch or method.changes("task_loss"):
+            if whole is not batch:  # the loop's pass is taken back, this one counts
+                _put_back(self._before_pass)
+                self._before_pass = []
             said = ask(self.model, whole.x)
             out = said if whole is batch else said[: len(batch)]
-            extra = method.task_loss(whole, said) - batch.loss(out)
+            alone = ask(self.model, batch.x) if self._mixes and whole is not batch else out
+            extra = method.task_loss(whole, said) - batch.loss(alone)
         extra = extra + method.unpulled(self.model, batch, out)
         if method.changes("observe"):
             if one.out is None:
@@ -230,17 +245,19 @@ class Attachment:
 
     @contextmanager
     def _unnoticed(self, passes: bool) -> Iterator[None]:
-        """The loop finds its random numbers and running statistics as if the model had not been asked again."""
+        """The loop finds its random numbers as if the model had not been asked again."""
         self.busy = True
-        statistics = [(b, b.clone()) for b in self.model.buffers()] if passes else []
         cuda = [device] if (device := next(self.model.parameters()).device).type == "cuda" else []
         try:
             with torch.random.fork_rng(cuda, enabled=passes), torch.enable_grad():
                 yield
         finally:
-            self.busy = False
-            for buffer, value in statistics:
-                buffer.copy_(value)
+            self.busy, self._again = False, None
+
+
+def _put_back(statistics: list[tuple[Tensor, Tensor]]) -> None:
+    for buffer, value in statistics:
+        buffer.data.copy_(value)
 
 
 def _plain(optimizer: Any) -> Optimizer:
@@ -257,7 +274,7 @@ def _check(method: Method, model: nn.Module, optimizer: Optimizer) -> None:
     """Refuse the loops whose steps no hook can serve."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise TypeError("LBFGS looks at the loss many times in a step: call the method's verbs in your own loop.")
-    if type(model).__module__.startswith("deepspeed"):
+    if any(type(thing).__module__.startswith("deepspeed") for thing in (optimizer, *model.modules())):
         raise TypeError("DeepSpeed's engine keeps gradients to itself, so that no method can edit them.")
     if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in model.parameters()):
         raise TypeError(
@@ -298,9 +315,17 @@ def _averaged(parameters: list[nn.Parameter], weight: float) -> Iterator[None]:
         p.grad = g if p.grad is None else p.grad if g is None else g + p.grad
 
 
-def _backward(extra: Tensor | float, share: float = 1.0) -> None:
-    if isinstance(extra, Tensor) and extra.requires_grad:
-        (extra * share).backward()
+def _backward(extra: Tensor | float, learning: list[nn.Parameter], scale: float = 1.0) -> None:
+    """Add a gradient, in float16 by way of the scale that keeps it from vanishing."""
+    if not isinstance(extra, Tensor) or not extra.requires_grad:
+        return
+    if scale == 1.0:
+        extra.backward()
+        return
+    learning = [p for p in learning if p.requires_grad]
+    for p, g in zip(learning, torch.autograd.grad(extra * scale, learning, allow_unused=True), strict=True):
+        if g is not None:
+            p.grad = g / scale if p.grad is None else p.grad + g / scale
 
 
 @contextmanager
@@ -312,7 +337,8 @@ def _hint(batch: Batch) -> Iterator[None]:
         if batch.y is not None or "no labels" not in str(error):
             raise
         raise ValueError(
-            f"{error} Here: attachment.see(x, y) before the model is called, which a trainer's callback does once per batch."
+            f"{error} Here: attachment.see(x, y) before the model is called. A trainer's callback does so if labels are in the batch, from which "
+            "Hugging Face's Trainer takes them for compute_loss_func and label smoothing."
         ) from error
 
 

@@ -5,7 +5,23 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from everlearn import AGEM, DER, ER, EWC, HAT, MAS, SI, Batch, GenerativeReplay, LwF, Method, PackNet, streams
+from everlearn import (
+    AGEM,
+    DER,
+    ER,
+    EWC,
+    HAT,
+    MAS,
+    SI,
+    Batch,
+    Gaussian,
+    GenerativeReplay,
+    LwF,
+    Method,
+    PackNet,
+    Task,
+    streams,
+)
 from everlearn.stream import as_task
 
 L = pytest.importorskip("lightning.pytorch")
@@ -107,6 +123,89 @@ def test_accumulation_makes_the_steps_of_whole_batches(name, tasks):
     for task in halves:
         trainer(Continual(method), accumulate_grad_batches=2).fit(module, task)
     torch.testing.assert_close(weights(module), ours(METHODS[name](), tasks, Module()), rtol=1e-4, atol=1e-6)
+
+
+class Plain(Module):
+    """By an optimizer that minds how large a gradient is."""
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("name", ["er", "der", "lwf"])
+def test_a_window_that_is_not_full_is_a_part_of_a_step(name, tasks):
+    """Lightning divides the last, shorter window by all that would fit in; replay is divided alike."""
+    from everlearn.integrations.lightning import Continual
+
+    method, module = METHODS[name](), Plain()
+    for task in tasks:
+        trainer(Continual(method), accumulate_grad_batches=2).fit(module, task)
+    other, model = METHODS[name](), Plain()
+    for task in tasks:
+        other.begin_task(model, as_task(task))
+        optimizer = model.configure_optimizers()
+        for epoch in range(2):
+            for i, (x, y) in enumerate(task):
+                (other.loss(model, Batch(x, y, epoch=epoch)) / 2).backward()
+                if i in (1, 2):
+                    other.before_step(model)
+                    optimizer.step()
+                    other.after_step(model)
+                    optimizer.zero_grad()
+        other.end_task(model, as_task(task))
+    torch.testing.assert_close(weights(module), weights(model), rtol=1e-4, atol=1e-6)
+
+
+def test_importances_are_of_what_the_module_gets(tasks):
+    """Batches that are changed on their way to the device."""
+    from everlearn.integrations.lightning import Continual
+
+    class Changing(Module):
+        def on_after_batch_transfer(self, batch, index):
+            return batch[0] / 100, batch[1]
+
+    changed = DataLoader(TensorDataset(tasks[0].dataset.tensors[0] / 100, tasks[0].dataset.tensors[1]), 32)
+    methods = []
+    for kind, task in ((Changing, tasks[0]), (Module, changed)):
+        methods.append(EWC(50.0))
+        trainer(Continual(methods[-1])).fit(kind(), task)
+    one, two = (m.bowl.form.values for m in methods)
+    assert one.keys() == two.keys()
+    for name in one:
+        torch.testing.assert_close(one[name], two[name], rtol=1e-4, atol=1e-9)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
+@pytest.mark.parametrize("name", ["ewc", "mas", "lwf", "er"])
+def test_other_precisions_are_near(name, precision, tasks):
+    from everlearn.integrations.lightning import Continual
+
+    ends = []
+    for kind in ("32-true", precision):
+        method, module = METHODS[name](), Plain()
+        for task in tasks:
+            trainer(Continual(method), precision=kind).fit(module, task)
+        ends.append(weights(module).double())
+    moved = (ends[0] - weights(Plain()).double()).norm()
+    assert 0 < (ends[1] - ends[0]).norm() < 0.1 * moved
+
+
+def test_a_task_s_likelihood_is_that_of_every_step(tasks):
+    from everlearn.integrations.lightning import Continual
+
+    class Numbers(Plain):
+        def training_step(self, batch, index):
+            return Gaussian().loss(self(batch[0]), batch[1])
+
+    numbers = [DataLoader(TensorDataset(x, F.one_hot(y, 2).float()), 32) for x, y in (t.dataset.tensors for t in tasks)]
+    ends = []
+    for in_task in (True, False):
+        method, module = LwF(5.0), Numbers()
+        for task in numbers:
+            told = (Task(task, likelihood=Gaussian()), None) if in_task else (None, Gaussian())
+            trainer(Continual(method, told[0], likelihood=told[1])).fit(module, task)
+        ends.append(weights(module))
+    assert torch.equal(*ends)
 
 
 def test_a_submodule_can_be_meant(tasks):

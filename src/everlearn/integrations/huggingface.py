@@ -35,15 +35,14 @@ class Outputs(nn.Module):
 
     def forward(self, x: Any) -> Tensor:
         """The logits."""
-        out = self.model(**x) if isinstance(x, Mapping) else self.model(x)
-        return out if isinstance(out, Tensor) else out.logits
+        return logits(self.model, self.model(**x) if isinstance(x, Mapping) else self.model(x))
 
 
 class Continual(TrainerCallback):  # type: ignore[misc]
     """A Trainer callback that carries a method through ``trainer.train()``: one training is one task.
 
     The Trainer's own loss stays what it is. The method's state lies in the Trainer's checkpoints, beside an adapter where there is
-    one, and is found there when training resumes. The Trainer clips gradients before the method edits them, and has no place for
+    one, and is found there when training resumes; what it knows once the task has ended, in the output folder itself. The Trainer clips gradients before the method edits them, and has no place for
     parameters of the method's own, as HAT has them.
 
     Args:
@@ -70,8 +69,8 @@ class Continual(TrainerCallback):  # type: ignore[misc]
         """Begin the task, or go on with it, and into the optimizer's steps."""
         self._off()  # a training that was interrupted has left its own
         model = Outputs(given["model"])
-        data = Shifted(given["train_dataloader"]) if _shifts(given["model"]) else given["train_dataloader"]
-        self._learned = as_task(data if self.task is None else self.task, self.likelihood)
+        data = Pairs(given["train_dataloader"], given["model"]) if self.task is None else self.task
+        self._learned = as_task(data, self.likelihood)
         self._learned.steps = self._learned.steps or state.max_steps
         if state.global_step:
             self._load(Path(self.checkpoint or Path(args.output_dir) / f"checkpoint-{state.global_step}"))
@@ -83,7 +82,7 @@ class Continual(TrainerCallback):  # type: ignore[misc]
                 f"{type(self.method).__name__} has parameters of its own, for which Hugging Face's Trainer has no place: use "
                 "everlearn.train, your own loop or Lightning."
             )
-        self._attached = self.method.attach(model, given["optimizer"], self.likelihood)
+        self._attached = self.method.attach(model, given["optimizer"], self._learned.likelihood)
         self._hook = model.model.register_forward_hook(self._passed, with_kwargs=True)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
@@ -91,11 +90,13 @@ class Continual(TrainerCallback):  # type: ignore[misc]
         self._epoch = int(state.epoch or 0)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Consolidate."""
+        """Consolidate; checkpoints were written before that."""
         if self._attached is not None:
             model = self._attached.model
             self._off()
             self.method.end_task(model, self._learned)
+            if args.save_strategy != "no":
+                save(self.method, args.output_dir)
 
     def on_save(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """The method's state beside the model's."""
@@ -116,32 +117,59 @@ class Continual(TrainerCallback):  # type: ignore[misc]
             self._attached = None
 
     def _passed(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        said = logits(model, out)
         if self._attached is None or self._attached.busy or self.method.of_parameters:
             return
         if model.training and torch.is_grad_enabled():
-            known = {name: v for name, v in kwargs.items() if isinstance(v, Tensor) and v.dim()}
-            x, y, _ = as_rows(known)
-            y = shifted(y) if y is not None and _shifts(model) else y
-            self._attached.see(x, y, epoch=self._epoch, out=out.logits)
+            x, y = pair(model, {name: v for name, v in kwargs.items() if isinstance(v, Tensor) and v.dim()})
+            self._attached.see(x, y, epoch=self._epoch, out=said)
 
 
-class Shifted:
-    """Batches of a causal language model, whose labels are its inputs, as pairs: each place's label is the next word.
+class Pairs:
+    """Batches as pairs of what the model is asked and what it should say.
 
     Args:
         loader: batches as dicts with labels.
+        model: whose they are.
     """
 
-    def __init__(self, loader: Any) -> None:
-        self.loader = loader
+    def __init__(self, loader: Any, model: nn.Module) -> None:
+        self.loader, self.model = loader, model
 
     def __len__(self) -> int:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[tuple[Any, Tensor | None]]:
         for batch in self.loader:
-            x, y, _ = as_rows(batch)
-            yield x, None if y is None else shifted(y)
+            yield pair(self.model, batch)
+
+
+def pair(model: nn.Module, batch: Any) -> tuple[Any, Tensor | None]:
+    """Inputs and labels as the model means them, which makes something of labels that it is given.
+
+    A causal language model takes them one place later; one with a decoder makes the decoder's inputs of them.
+    """
+    x, y, _ = as_rows(batch)
+    inner: Any = model
+    inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+    if y is None:
+        return x, y
+    if _shifts(inner):
+        return x, shifted(y)
+    if hasattr(inner, "prepare_decoder_input_ids_from_labels") and "decoder_input_ids" not in x:
+        x = {**x, "decoder_input_ids": inner.prepare_decoder_input_ids_from_labels(labels=y)}
+    return x, y
+
+
+def logits(model: nn.Module, out: Any) -> Tensor:
+    """The outputs that count among all that a model gives."""
+    said = out if isinstance(out, Tensor) else getattr(out, "logits", None)
+    if said is None:
+        raise TypeError(
+            f"{type(model).__name__} gives no logits ({', '.join(out) if isinstance(out, Mapping) else type(out).__name__}), which a method looks "
+            "at: wrap it in a module whose forward(x) gives one tensor, and use everlearn.train or method.attach."
+        )
+    return said
 
 
 def shifted(labels: Tensor) -> Tensor:
@@ -155,9 +183,7 @@ def shifted(labels: Tensor) -> Tensor:
 
 def _shifts(model: nn.Module) -> bool:
     """Whether the model itself takes labels one place later, as transformers' causal ones do."""
-    inner: Any = model
-    inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
-    name, kind = type(inner).__name__, getattr(inner, "loss_type", None)
+    name, kind = type(model).__name__, getattr(model, "loss_type", None)
     return kind == "ForCausalLM" or (kind is None and name.endswith(("LMHeadModel", "ForCausalLM")))
 
 

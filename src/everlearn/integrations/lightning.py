@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -15,6 +16,26 @@ from everlearn.method import Method
 from everlearn.stream import Task, as_task
 
 Callback: Any = needs("lightning.pytorch", "lightning", "The Lightning callback").Callback
+
+
+class Transferred:
+    """What the trainer loads, as the module gets it: converted, moved and changed by its hooks of the transfer.
+
+    Args:
+        trainer: whose loader is meant.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    def __len__(self) -> int:
+        return len(self.trainer.train_dataloader)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.trainer.train_dataloader:
+            converted = self.trainer.precision_plugin.convert_input(batch)
+            ready = self.trainer.lightning_module._on_before_batch_transfer(converted, dataloader_idx=0)
+            yield self.trainer.strategy.batch_to_device(ready, dataloader_idx=0)
 
 
 class Continual(Callback):  # type: ignore[misc]
@@ -59,7 +80,8 @@ class Continual(Callback):  # type: ignore[misc]
         """Into the optimizer's steps."""
         if len(trainer.optimizers) != 1:
             raise ValueError(f"A method goes with one optimizer, this module has {len(trainer.optimizers)}.")
-        self._attached = self.method.attach(self._net(pl_module), trainer.optimizers[0], self.likelihood)
+        likelihood = self._task(trainer).likelihood
+        self._attached = self.method.attach(self._net(pl_module), trainer.optimizers[0], likelihood)
 
     def on_train_batch_start(self, trainer: Any, pl_module: nn.Module, batch: Any, batch_idx: int) -> None:
         """Labels and all, for methods that look at examples."""
@@ -91,7 +113,7 @@ class Continual(Callback):  # type: ignore[misc]
     def _task(self, trainer: Any) -> Task:
         """The task, with the steps that Lightning plans."""
         steps = trainer.estimated_stepping_batches  # which loads the data
-        task = as_task(trainer.train_dataloader if self.task is None else self.task, self.likelihood)
+        task = as_task(Transferred(trainer) if self.task is None else self.task, self.likelihood)
         task.steps = int(steps) if task.steps is None and math.isfinite(steps) else task.steps
         return task
 
