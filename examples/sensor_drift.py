@@ -3,7 +3,8 @@
 import torch
 
 import everlearn
-from everlearn import L2, Gaussian, Method, nets, streams
+from everlearn import ER, EWC, Gaussian, Method, nets, streams
+from everlearn.method import label
 
 
 def sensor(age, seed):
@@ -15,6 +16,6 @@ def sensor(age, seed):
 
 tasks = [(sensor(age, seed=age), sensor(age, seed=100 + age)) for age in range(4)]
 stream = streams.from_tasks(tasks, scenario="domain", likelihood=Gaussian(), name="sensor")
-for method in (Method(), L2(0.03)):
+for method in (Method(), EWC(1.0), ER(40)):
     result = everlearn.run(lambda: nets.mlp(2, 1, hidden=(32,)), method, stream, epochs=30, batch_size=32)
-    print(f"{method}: squared error per sensor, new to old: {(-result.accuracy[-1][::-1]).round(4)}")
+    print(f"{label(method)}: squared error per sensor, new to old: {(-result.accuracy[-1][::-1]).round(4)}")
