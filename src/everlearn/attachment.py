@@ -58,10 +58,8 @@ class Attachment:
         self.busy = self._edited = False  # asking the model itself; owing an after_step
         self._replaces = method.changes("join") or method.changes("task_loss")
         self._mixes = any(isinstance(m, _BatchNorm) for m in model.modules())
-        self._backward, self._queued = (
-            0,
-            False,
-        )  # the loop's backward passes, and whether the end of this one is awaited
+        self._backward = 0  # the loop's backward passes so far
+        self._queued = False  # whether the end of this one is awaited
         self._came: tuple[nn.Parameter, Tensor] | None = None  # a parameter, and its gradient after the last of them
         self._before_pass: list[tuple[Tensor, Tensor]] = []  # running statistics, as the step's first pass found them
         self._statistics: list[tuple[Tensor, Tensor]] = []  # as an asking again has found them
