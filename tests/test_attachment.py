@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import pickle
 
 import pytest
 import torch
@@ -301,6 +302,119 @@ def test_clipped_and_scaled_gradients_are_replayed_alike(tasks):
         scaler.step(optimizer)
     (twin.loss(other, Batch(x, y, epoch=1)) * 0.1).backward()
     torch.testing.assert_close(gradient(model), gradient(other), rtol=1e-4, atol=1e-7)
+
+
+class Threefold(Method):
+    """So that gradients must be thrice the loop's, whatever that has done to them."""
+
+    def task_loss(self, batch, out):
+        return 3 * batch.loss(out)
+
+
+def halved(model):
+    torch.nn.utils.clip_grad_norm_(model.parameters(), gradient(model).norm().item() / 2)
+
+
+def without_the_last(model):
+    model[-1].bias.grad.zero_()
+
+
+@pytest.mark.parametrize("change", [halved, without_the_last], ids=lambda f: f.__name__)
+def test_what_a_loop_does_to_gradients_it_does_to_the_method_s(change, tasks):
+    model, (x, y) = net(), tasks[0][0]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with Threefold().attach(model, optimizer) as attached:
+        for part in (slice(0, 8), slice(8, 32)):  # clipped after each micro-batch
+            attached.see(x[part], y[part])
+            F.cross_entropy(model(x[part]), y[part]).backward()
+            change(model)
+        before = gradient(model)
+        optimizer.step()
+    own = slice(None) if change is halved else slice(-2)
+    torch.testing.assert_close(gradient(model)[own], 3 * before[own])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda p: p.grad.add_(p.detach()),
+        lambda p: p.grad.clamp_(-1e-3, 1e-3),
+        lambda p: p.grad.neg_(),
+    ],
+    ids=["decayed", "clipped one by one", "turned"],
+)
+def test_replay_refuses_gradients_that_are_no_multiple_of_what_came(change, tasks):
+    model, (x, y) = net(), tasks[0][0]
+    for method, refused in ((Threefold(), True), (LwF(), False)):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        with method.attach(model, optimizer) as attached:
+            attached.see(x, y)
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            for p in model.parameters():
+                change(p)
+            with pytest.raises(ValueError, match="common factor") if refused else contextlib.nullcontext():
+                optimizer.step()
+
+
+def test_a_batch_that_was_told_of_and_never_passed_does_not_count(tasks):
+    (x, y), (other, labels), _ = tasks[0]
+    model, method = net(), ER(200)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with method.attach(model, optimizer) as attached:
+        attached.see(other, labels)  # and then the model has no memory for it
+        attached.see(x, y)
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    assert len(method.memory) == len(x)
+
+
+def test_a_model_in_a_file_has_no_method(tasks):
+    model, (x, y) = net(), tasks[0][0]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ER(20).attach(model, optimizer):
+        plainly_sized = pickle.dumps(net())
+        stored = pickle.dumps(model)
+    assert len(stored) < len(plainly_sized) + 1000
+    loaded = pickle.loads(stored)
+    F.cross_entropy(loaded(x), y).backward()
+    ER(20).attach(loaded, torch.optim.SGD(loaded.parameters(), lr=0.1))
+
+
+def test_an_optimizer_of_two_steps_is_met_where_it_moves(tasks):
+    class Twice(torch.optim.Optimizer):
+        """As sharpness-aware minimisation is written."""
+
+        def __init__(self, parameters):
+            self.base_optimizer = torch.optim.SGD(parameters, lr=0.1)
+            super().__init__(parameters, {})
+
+        def second_step(self):
+            self.base_optimizer.step()
+
+    ends = []
+    for strength in (0.0, 1e3):
+        method, model = EWC(strength), net()
+        method.end_task(model, whole(tasks[0]))
+        optimizer = Twice([*model.parameters()])
+        with method.attach(model, optimizer):
+            for x, y in tasks[1]:
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.second_step()
+        ends.append(weights(model))
+    assert not torch.allclose(*ends)
+
+
+def test_passes_without_a_step_do_not_pile_up_and_odd_outputs_pass(tasks):
+    model, (x, y) = net(), tasks[0][0]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ER(20).attach(model, optimizer) as attached:
+        for _ in range(100):
+            model(x)
+        assert len(attached._seen) < 70
+        F.cross_entropy(model(x[:0]), y[:0], reduction="sum").backward()
+        optimizer.zero_grad()
 
 
 @pytest.mark.parametrize(

@@ -197,6 +197,38 @@ def test_attached_beside_torch_s_own_wrapper(name, two, data):
             torch.testing.assert_close(other[n], weights[n], rtol=1e-6, atol=1e-6)
 
 
+class Threefold(Method):
+    """So that gradients must be thrice the loop's, whatever that has done to them."""
+
+    def task_loss(self, batch, out):
+        return 3 * batch.loss(out)
+
+
+@pytest.mark.parametrize("way", ["unequal shares", "a sum", "clipped", "scaled"])
+def test_attached_it_weighs_as_processes_do_together(way, two, data):
+    def gradients():
+        torch.manual_seed(0)
+        model, (x, y) = nets.mlp((1, 8, 8), 10, hidden=(10,)), data[0]
+        wrapped = torch.nn.parallel.DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        own = slice(0, 8) if dist.get_rank() == 0 else slice(8, 32 if way == "unequal shares" else 16)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**6, enabled=way == "scaled")
+        with Threefold().attach(model, optimizer) as attached:
+            attached.see(x[own], y[own])
+            reduction = "sum" if way == "a sum" else "mean"
+            scaler.scale(torch.nn.functional.cross_entropy(wrapped(x[own]), y[own], reduction=reduction)).backward()
+            scaler.unscale_(optimizer)
+            if way == "clipped":
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            before = [p.grad.clone() for p in model.parameters()]
+            scaler.step(optimizer)
+        return before, [p.grad.clone() for p in model.parameters()]
+
+    for before, after in two(gradients):
+        for a, b in zip(before, after, strict=True):
+            torch.testing.assert_close(b, 3 * a, rtol=1e-4, atol=1e-6)
+
+
 def test_processes_may_begin_with_weights_of_their_own(two, data):
     def learned():
         torch.manual_seed(dist.get_rank())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -17,11 +16,14 @@ from torch.optim import Optimizer
 from everlearn import distributed
 from everlearn.batch import Batch, ask
 from everlearn.likelihood import Categorical, Likelihood
-from everlearn.loops import Seen, on_gradient, rows_compared, share_left, weights_of
+from everlearn.loops import Came, Seen, arrived, left_of, on_gradient, rows_compared, weights_of
 from everlearn.params import refuse_sharded
 
 if TYPE_CHECKING:
     from everlearn.method import Method
+
+
+MOST_WAITING = 64  # passes that no backward pass has gone through
 
 
 class Attachment:
@@ -60,14 +62,14 @@ class Attachment:
         self._mixes = any(isinstance(m, _BatchNorm) for m in model.modules())
         self._backward = 0  # the loop's backward passes so far
         self._queued = False  # whether the end of this one is awaited
-        self._came: tuple[nn.Parameter, Tensor] | None = None  # a parameter, and its gradient after the last of them
+        self._came: Came = []  # gradients after the last of them
         self._before_pass: list[tuple[Tensor, Tensor]] = []  # running statistics, as the step's first pass found them
         self._statistics: list[tuple[Tensor, Tensor]] = []  # as an asking again has found them
         self._again: Any = None  # inputs that the loop has passed, while the model is asked again
         self._handles = [
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
-            model.register_forward_pre_hook(self._passes, with_kwargs=True),
+            model.register_forward_pre_hook(self.before_pass, with_kwargs=True),
             model.register_forward_hook(self._passed, with_kwargs=True),
         ]
 
@@ -100,17 +102,15 @@ class Attachment:
     def __exit__(self, *_: object) -> None:
         self.remove()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Attachment:
-        """A copy of the model is a model without a method."""
-        other = copy.copy(self)
-        other.busy, other._seen, other._handles = True, [], []
-        return other
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy of the model, or one in a file, is a model without a method: its hooks do nothing."""
+        return {"busy": True, "_again": None, "_edited": False, "_seen": [], "_handles": []}
 
-    def _passes(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before_pass(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Running statistics are noted where something must be taken back later."""
         if self.busy and self._again is not None and args and args[0] is self._again:
             self._statistics = self._all_statistics()  # what the loop has passed must not count twice
-        elif self._mixes and self._replaces and not self.busy and not self._before_pass and self._learns(model):
+        elif not self.busy and self._mixes and self._replaces and not self._before_pass and self._learns(model):
             self._before_pass = self._all_statistics()
 
     def _passed(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
@@ -123,6 +123,8 @@ class Attachment:
         if not self._seen or self._seen[-1].passed:
             self._seen.append(Seen(passed))
         one = self._seen[-1]
+        if len(lost := [s for s in self._seen if s.waits]) > MOST_WAITING:
+            self._seen.remove(lost[0])
         if len(passed) == len(one.batch) and one.batch.raw is None:
             one.batch = replace(one.batch, x=passed.x)  # as the loop has normalised it
         self._note(one, out)
@@ -138,9 +140,9 @@ class Attachment:
         one.passed, self._queued = True, False
         device = next(self.model.parameters()).device.type
         one.precision = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        if not isinstance(out, Tensor):
+        if not isinstance(out, Tensor) or not out.dim():
             return
-        one.out = out.detach()
+        one.out = out.detach().clone() if self.method.changes("observe") else out.detach()  # the loop may overwrite it
         if out.requires_grad:
             one.waits = True
             on_gradient(out, partial(self._pulled, one))
@@ -149,23 +151,37 @@ class Attachment:
         """The loop goes backward: where it does so with no gradients yet, what earlier passes left has made no step."""
         if one not in self._seen:
             return
-        some = gradient.detach()[: rows_compared(gradient)].clone()
+        one.rows = rows_compared(one.batch, gradient)
+        some = gradient.detach()[one.rows].clone()
         one.pull = some if one.pull is None else one.pull + some
-        earlier = [s for s in self._seen if 0 <= s.backward < self._backward]
-        if earlier and (self._came is None or self._came[0].grad is None or not self._came[0].grad.any()):
-            self._seen = [s for s in self._seen if s not in earlier]
-        one.waits, one.backward = False, self._backward
         if not self._queued:
             self._queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._arriving)
+            self._settle_earlier()
+        one.waits, one.backward = False, self._backward
+
+    def _settle_earlier(self) -> None:
+        """What earlier passes brought is forgotten where gradients begin anew, or is what is left of it, as after a clipping."""
+        earlier = [s for s in self._seen if 0 <= s.backward < self._backward]
+        if not earlier or not self._came:
+            return
+        if all(p.grad is None or not p.grad.any() for p, _ in self._came):
+            self._seen = [s for s in self._seen if s not in earlier]
+            return
+        left = left_of(self._came)
+        for s in earlier:
+            s.left = None if s.left is None or left is None else s.left * left
+
+    def _arriving(self) -> None:
+        """The loop's backward pass is over but for what DistributedDataParallel does then, whose callback came after this one."""
+        self._backward, self._queued = self._backward + 1, False
+        if distributed.world() == 1:
+            self._arrived()
+        else:
             torch.autograd.Variable._execution_engine.queue_callback(self._arrived)
 
     def _arrived(self) -> None:
-        """The loop's backward pass is over."""
-        self._backward, self._queued = self._backward + 1, False
-        for p in reversed([*self.model.parameters()]):
-            if p.requires_grad and p.grad is not None and p.grad.any():
-                self._came = p, p.grad.detach().clone()
-                return
+        self._came = arrived(self.model.parameters())
 
     def _batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:
         if len(args) == 1 and not kwargs:
@@ -198,21 +214,21 @@ class Attachment:
 
     def _edit(self) -> None:
         """Add the method's part to the gradients, and let it edit them."""
-        pulled, self._seen = [one for one in self._seen if not one.waits] or self._seen, []
-        seen = [one for one in pulled if one.batch.weight]
-        came, self._came = self._came, None
+        pulled = [one for one in self._seen if one.pull is not None] or [one for one in self._seen if not one.waits]
+        seen, self._seen = [one for one in pulled or self._seen if one.batch.weight], []
+        came, self._came = self._came, []
         if all(p.grad is None for p in self.model.parameters()):
             return
-        whole = sum(one.batch.weight for one in seen)
-        left = share_left(came)
+        left = left_of(came)
+        scale = 1 / left if left is not None and left < 1 else 1.0
         with self._unnoticed(bool(seen)):
             counts = weights_of(seen, left, type(self.method).__name__ if self._replaces else None)
             learning = [] if self.method.of_parameters else [*self.model.parameters(), *self.method.parameters()]
-            with _averaged(learning, whole):
+            with _averaged(learning):
                 for one, count in zip(seen, counts, strict=True):
                     with _autocast(one, self.model), _hint(one.batch):
                         extra = count * self._extra(one)
-                    _backward(extra, learning, 1 / left if one.precision == torch.float16 and left < 1 else 1.0)
+                    _backward(extra, learning, scale if one.precision == torch.float16 else 1.0)
             if not seen:
                 _backward(self.method.unpulled(self.model, None, None), learning)
             self.method.pull(self.model)
@@ -259,13 +275,14 @@ def _put_back(statistics: list[tuple[Tensor, Tensor]]) -> None:
 
 
 def _plain(optimizer: Any) -> Optimizer:
-    """Torch's own optimizer inside what Accelerate and Lightning wrap around it."""
+    """Torch's own optimizer inside what Accelerate and Lightning, or methods of two steps such as SAM, wrap around it."""
     while not isinstance(optimizer, Optimizer) or type(optimizer).__module__.startswith("accelerate"):
         inner = getattr(optimizer, "optimizer", getattr(optimizer, "_optimizer", None))
         if inner is None:
             raise TypeError(f"A method is attached to a torch optimizer, got a {type(optimizer).__name__}.")
         optimizer = inner
-    return optimizer
+    base = getattr(optimizer, "base_optimizer", None)
+    return base if isinstance(base, Optimizer) else optimizer
 
 
 def _check(method: Method, model: nn.Module, optimizer: Optimizer) -> None:
@@ -298,8 +315,8 @@ def _check(method: Method, model: nn.Module, optimizer: Optimizer) -> None:
 
 
 @contextmanager
-def _averaged(parameters: list[nn.Parameter], weight: float) -> Iterator[None]:
-    """The gradients that come inside are averaged over processes; those that were there are so already."""
+def _averaged(parameters: list[nn.Parameter]) -> Iterator[None]:
+    """The gradients that come inside are averaged over processes, each alike, as those are that were there."""
     if distributed.world() == 1 or not parameters:
         yield
         return
@@ -308,7 +325,7 @@ def _averaged(parameters: list[nn.Parameter], weight: float) -> Iterator[None]:
     for p in parameters:
         p.grad = None
     yield
-    distributed.average_gradients(parameters, weight, 0.0)
+    distributed.average_gradients(parameters, 1.0, 0.0)
     for p, g in zip(parameters, before, strict=True):
         p.grad = g if p.grad is None else p.grad if g is None else g + p.grad
 

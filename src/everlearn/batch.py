@@ -104,7 +104,7 @@ class Batch:
         cuts = [i for i in torch.arange(len(self)).tensor_split(parts) if len(i)]
         return [self[int(i[0]) : int(i[-1]) + 1] for i in cuts]
 
-    def __getitem__(self, rows: slice) -> Batch:
+    def __getitem__(self, rows: slice | Tensor) -> Batch:
         def cut(v: Any) -> Any:
             return v[rows] if isinstance(v, Tensor) else v
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from everlearn import distributed
 from everlearn.batch import Batch
 
 
@@ -20,9 +18,11 @@ class Seen:
     batch: Batch
     passed: bool = False
     out: Tensor | None = None
-    pull: Tensor | None = None  # the gradient of the loop's loss in these outputs, or in those of the first examples
+    pull: Tensor | None = None  # the gradient of the loop's loss in the outputs of some examples ...
+    rows: Tensor | slice = field(default_factory=lambda: slice(None))  # ... these
     waits: bool = False  # for the loop's backward pass
     backward: int = -1  # which of the loop's backward passes it was
+    left: float | None = 1.0  # how much of what that pass brought was there when the next one began
     precision: torch.dtype | None = None  # of autocast
 
 
@@ -39,27 +39,49 @@ def on_gradient(out: Tensor, tell: Callable[[Tensor], None]) -> None:
     if original is None:
         return
 
-    def arrived(gradients: tuple[Tensor, ...]) -> None:
+    def come(gradients: tuple[Tensor, ...]) -> None:
         if gradients[index] is not None:
             tell(gradients[index])
 
-    original.register_prehook(arrived)
+    original.register_prehook(come)
 
 
-def share_left(came: tuple[nn.Parameter, Tensor] | None) -> float:
-    """How much of the gradient that a backward pass has left is there now: a scaler divides it, a clipping shortens it."""
-    if came is None or came[0].grad is None or distributed.world() > 1:  # several processes have averaged it since
-        return 1.0
-    now, then = came[0].grad.detach().double().flatten(), came[1].double().flatten()
-    return float(now @ then / (then @ then))
+Came = list[tuple[nn.Parameter, Tensor]]  # parameters, and a few entries of their gradients after a backward pass
 
 
-def weights_of(seen: list[Seen], left: float, method: str | None) -> list[float]:
+def arrived(parameters: Iterable[nn.Parameter]) -> Came:
+    """Where gradients are after a backward pass: a few entries of each."""
+    return [(p, few.clone()) for p in parameters if (few := _few(p)) is not None and few.any()]
+
+
+def left_of(came: Came) -> float | None:
+    """How much of the gradients that a backward pass has left is there now: a scaler divides them, a clipping shortens them.
+
+    None where they have not all changed by one factor. Gradients that were taken away do not count.
+    """
+    there = [(then.double(), now.double()) for p, then in came if (now := _few(p)) is not None and now.any()]
+    if not there:
+        return 1.0 if not came else None
+    shares = torch.stack([now @ then / (then @ then) for then, now in there])
+    left = float(shares.median())
+    then, now = (torch.cat(parts) for parts in zip(*there, strict=True))
+    return left if left > 0 and (now - left * then).norm() <= 0.05 * now.norm() else None
+
+
+def _few(p: nn.Parameter, most: int = 16) -> Tensor | None:
+    """Some entries of a parameter's gradient, from all over it."""
+    if not p.requires_grad or p.grad is None or p.grad.is_sparse:
+        return None
+    whole = p.grad.detach().reshape(-1)
+    return whole[:: max(1, len(whole) // most)]
+
+
+def weights_of(seen: list[Seen], left: float | None, method: str | None) -> list[float]:
     """How much of each micro-batch's L_task is in the gradients; where nobody can tell, its share of the examples.
 
     Args:
         seen: the micro-batches.
-        left: how much there is of what came by the loop's backward passes.
+        left: how much there is of what came by the loop's backward passes, None where nobody can tell.
         method: that cannot be served where the loop's loss is no multiple of L_task.
     """
     whole, counts = sum(one.batch.weight for one in seen), []
@@ -71,9 +93,14 @@ def weights_of(seen: list[Seen], left: float, method: str | None) -> list[float]
                 "another one, not a multiple of it: give attach(…, likelihood=…) what the loop's loss is, or take the loss from "
                 "method.loss(model, batch)."
             )
-        counts.append(one.batch.weight / whole if count is None or apart else count * left)
-    if distributed.world() > 1 and (times := sum(counts)) > 1.5:  # the scaler's factor, which is a power of two
-        counts = [count / 2 ** round(math.log2(times)) for count in counts]
+        if method is not None and count is not None and (left is None or one.left is None):
+            raise ValueError(
+                f"{method} takes the place of a part of the loss, and between backward() and the step gradients were changed by more than "
+                "a common factor: add regularisers to the loss, clip by the norm of all gradients, or take the loss from "
+                "method.loss(model, batch)."
+            )
+        known = count is not None and not apart and left is not None and one.left is not None
+        counts.append(count * left * one.left if known else one.batch.weight / whole)  # type: ignore[operator]
     return counts
 
 
@@ -81,7 +108,7 @@ def _multiple(one: Seen) -> tuple[float | None, bool]:
     """Which multiple of L_task the loop's loss is, None where that cannot be seen, and whether it is none at all."""
     if one.out is None or one.pull is None or one.batch.y is None:
         return None, False
-    some, out = one.batch[: len(one.pull)], one.out[: len(one.pull)]
+    some, out = one.batch[one.rows], one.out[one.rows]
     out = (out.float() if out.dtype in (torch.float16, torch.bfloat16) else out).clone().requires_grad_()
     if not some.weight:
         return None, False
@@ -94,6 +121,12 @@ def _multiple(one: Seen) -> tuple[float | None, bool]:
     return count, bool((theirs - count * ours).norm() > rounding * theirs.norm())
 
 
-def rows_compared(out: Tensor) -> int:
-    """Of how many examples outputs are compared: a language model's are large."""
-    return max(1, 2**20 // max(1, out[0].numel()))
+def rows_compared(batch: Batch, out: Tensor) -> Tensor | slice:
+    """Of which examples outputs are compared: a language model's are large, and some have no label."""
+    most = max(1, 2**20 // max(1, out[:1].numel()))
+    if most >= len(out):
+        return slice(None)
+    counted = batch.likelihood.counted(batch.y)
+    if counted is None:
+        return slice(most)
+    return counted.reshape(len(out), -1).any(1).nonzero().flatten()[:most]

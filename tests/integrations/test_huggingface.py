@@ -180,6 +180,27 @@ def test_a_decoder_s_inputs_are_those_that_the_labels_make():
         assert torch.equal(y, batch["labels"])
 
 
+def test_statistics_count_every_batch_once(tasks, tmp_path):
+    """BatchNorm in a Trainer, which never calls what a method calls."""
+
+    class Normed(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(1)
+            self.words, self.norm, self.out = torch.nn.Embedding(50, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2)
+
+        def forward(self, input_ids, labels=None, attention_mask=None):
+            said = self.out(self.norm(self.words(input_ids).mean(1)))
+            loss = None if labels is None else torch.nn.functional.cross_entropy(said, labels)
+            return transformers.modeling_outputs.SequenceClassifierOutput(loss=loss, logits=said)
+
+    models = [Normed().double() for _ in range(2)]
+    theirs(ER(30), tasks, models[0], tmp_path)
+    ours(ER(30), tasks, models[1])
+    for a, b in zip(*(m.state_dict().values() for m in models), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
+
+
 def test_models_without_logits_are_told():
     from everlearn.integrations.huggingface import Outputs
 

@@ -239,6 +239,25 @@ def test_a_fit_resumed_from_a_checkpoint_ends_where_one_in_a_row_does(name, task
     torch.testing.assert_close(weights(again), whole, rtol=1e-4, atol=1e-6)
 
 
+def test_a_fit_that_failed_early_leaves_the_module_as_it_was(tasks):
+    from everlearn.integrations.lightning import Continual
+
+    class Once(Module):
+        failed = False
+
+        def setup(self, stage):
+            if not Once.failed:
+                Once.failed = True
+                raise RuntimeError("no room")
+
+    module, method = Once(), EWC()
+    with pytest.raises(RuntimeError, match="no room"):
+        trainer(Continual(method)).fit(module, tasks[0])
+    assert "configure_optimizers" not in vars(module)
+    trainer(Continual(method)).fit(module, tasks[0])
+    assert method.tasks == 1
+
+
 def test_two_optimizers_are_refused(tasks):
     from everlearn.integrations.lightning import Continual
 

@@ -61,7 +61,7 @@ class Continual(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         self.method, self.task, self.likelihood, self.checkpoint = method, task, likelihood, checkpoint
         self._attached: Attachment | None = None
-        self._hook: Any = None
+        self._hooks: list[Any] = []
         self._learned = Task()
         self._epoch = 0
 
@@ -83,7 +83,10 @@ class Continual(TrainerCallback):  # type: ignore[misc]
                 "everlearn.train, your own loop or Lightning."
             )
         self._attached = self.method.attach(model, given["optimizer"], self._learned.likelihood)
-        self._hook = model.model.register_forward_hook(self._passed, with_kwargs=True)
+        self._hooks = [
+            model.model.register_forward_pre_hook(self._attached.before_pass, with_kwargs=True),
+            model.model.register_forward_hook(self._passed, with_kwargs=True),
+        ]
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Which pass it is."""
@@ -113,7 +116,8 @@ class Continual(TrainerCallback):  # type: ignore[misc]
     def _off(self) -> None:
         if self._attached is not None:
             self._attached.remove()
-            self._hook.remove()
+            for hook in self._hooks:
+                hook.remove()
             self._attached = None
 
     def _passed(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
@@ -57,15 +57,22 @@ class Continual(Callback):  # type: ignore[misc]
         self.method, self.task, self.model, self.likelihood = method, task, model, likelihood
         self._attached: Attachment | None = None
         self._loaded = False
+        self._put_back: Callable[[], None] = lambda: None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Begin, or go on, where a checkpoint is restored and optimizers are not made yet, so that they get what the task adds."""
         if stage != "fit":
             return
+        own = vars(pl_module).get("configure_optimizers")
         configure = pl_module.configure_optimizers
 
+        def put_back() -> None:
+            vars(pl_module).pop("configure_optimizers", None)
+            if own is not None:
+                pl_module.configure_optimizers = own
+
         def begun() -> Any:
-            del pl_module.configure_optimizers
+            put_back()
             (self.method.resume if self._loaded else self.method.begin_task)(self._net(pl_module), self._task(trainer))
             self._loaded = False
             pl_module.everlearn = nn.ParameterList(self.method.parameters())  # for self.parameters(), while it is asked
@@ -74,7 +81,7 @@ class Continual(Callback):  # type: ignore[misc]
             finally:
                 del pl_module.everlearn
 
-        pl_module.configure_optimizers = begun
+        pl_module.configure_optimizers, self._put_back = begun, put_back
 
     def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
         """Into the optimizer's steps."""
@@ -95,8 +102,9 @@ class Continual(Callback):  # type: ignore[misc]
         self.method.end_task(self._net(pl_module), self._task(trainer))
 
     def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
-        """Leave the optimizer as it was."""
+        """Leave the optimizer and the module as they were."""
         self._off()
+        self._put_back()
 
     def state_dict(self) -> dict[str, Any]:
         """The method's."""
