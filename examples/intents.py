@@ -51,8 +51,9 @@ def adamw(p):
 
 scenario, names, tasks, examples = [*sys.argv[1:], *["class", ",".join(METHODS), "10", "0"][len(sys.argv) - 1 :]]
 stream = streams.clinc150(scenario, features=tokens).first(int(tasks))
+torch.manual_seed(0)
 for task in stream if int(examples) else []:  # a first look
-    task.train, task.test = (part.subset(torch.arange(int(examples))) for part in (task.train, task.test))
+    task.train, task.test = (p.subset(torch.randperm(len(p))[: int(examples)]) for p in (task.train, task.test))
 results, settings = [], {"optimizer": adamw, "epochs": 1, "batch_size": 32, "out": "runs/intents"}
 for name in names.split(","):
     results.append(everlearn.run(Intents, METHODS[name], stream.joint() if name == "joint" else stream, **settings))

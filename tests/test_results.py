@@ -243,7 +243,8 @@ def test_a_corrupt_file_is_named_and_a_run_replaces_it(content, tmp_path, small_
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"is not a whole Everlearn result .*: move it away; a run is done again"):
         results.load(tmp_path)
-    run(small_net, Method(), small_stream(), out=tmp_path)
+    with pytest.warns(UserWarning, match="is no whole result: the run is done again, and replaces it"):
+        run(small_net, Method(), small_stream(), out=tmp_path)
     assert len(results.load(tmp_path)) == 1
 
 

@@ -1050,3 +1050,11 @@ def test_stopped_by_hand(words, monkeypatch, capsys):
     monkeypatch.setattr(process, "learn", stop)
     assert words() == 130
     assert "those of before, or of after" in capsys.readouterr().err
+
+
+def test_an_update_that_learned_nothing_says_so():
+    from everlearn.updating.outcome import Update
+
+    assert "no better on the new data" in Update(1, "er", before={1: 0.5}, after={1: 0.5}).doubts()[0]
+    assert not Update(1, "er", before={1: 0.5}, after={1: 0.6}).doubts()
+    assert not Update(1, "er", before={1: 1.0}, after={1: 1.0}).doubts(), "there was nothing to learn"

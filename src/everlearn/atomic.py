@@ -53,7 +53,7 @@ def load(path: Path) -> Any:
         return torch.load(path, weights_only=True)
     except FileNotFoundError:
         raise FileNotFoundError(f"There is no file {path}.") from None
-    except (RuntimeError, ValueError, EOFError, KeyError, AttributeError, pickle.UnpicklingError) as error:
+    except (RuntimeError, ValueError, EOFError, LookupError, AttributeError, pickle.UnpicklingError) as error:
         raise ValueError(
             f"{path} is damaged, or no file of tensors and numbers ({type(error).__name__}): use an earlier copy of it."
         ) from None

@@ -80,7 +80,10 @@ def check_first_batch(task: Task, batch: Batch, parameters: list[nn.Parameter]) 
 def check_outputs(task: Task, batch: Batch, out: Tensor) -> None:
     """Refuse to score outputs that are no numbers, or labels that no output stands for."""
     if not isinstance(out, Tensor):
-        raise TypeError(f"The model must give a tensor of outputs, it gave a {type(out).__name__}.")
+        raise TypeError(
+            f"The model must give a tensor of outputs, it gave a {type(out).__name__}: wrap it in a module whose forward(x) gives the outputs "
+            "alone; for transformers' models that is everlearn.integrations.huggingface.Outputs(model)."
+        )
     if out.isnan().any():
         blame = "its inputs hold NaN" if _broken(batch.x) else "the model's weights are no longer finite"
         raise FloatingPointError(f"The model's outputs for {task} are not numbers: {blame}.")

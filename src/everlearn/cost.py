@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,7 @@ def reset_peak_memory(device: torch.device) -> int:
         torch.cuda.reset_peak_memory_stats(device)
     else:
         try:
+            _give_back()
             Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak becomes what is resident now
         except OSError:
             return 0
@@ -57,6 +60,13 @@ def peak_memory(device: torch.device) -> int:
         return 1024 * int(status.split("VmHWM:")[1].split()[0])
     except (OSError, IndexError):
         return _peak_of_the_process()
+
+
+def _give_back() -> None:
+    """Memory that earlier runs have freed goes back to the system, or a run in it would seem to need none."""
+    gc.collect()
+    with suppress(OSError, AttributeError):  # a C library without it
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _peak_of_the_process() -> int:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from everlearn import EWC, Gaussian, Task
+from everlearn import ER, EWC, Gaussian, Task
 from everlearn.curvature import Diagonal, fisher
 from everlearn.params import named, snapshot
 
@@ -195,3 +195,10 @@ def test_the_cap_survives_saving():
     again = EWC(1.0, cap=0.01)
     again.load_state_dict(method.state_dict())
     assert torch.equal(before, again.penalty(model))
+
+
+def test_the_state_of_another_method_is_refused_by_a_sentence():
+    other = ER(5)
+    other.tasks = 1
+    with pytest.raises(ValueError, match="does not fit EWC"):
+        EWC().load_state_dict(other.state_dict())

@@ -175,7 +175,7 @@ class TestTable:
             ("", "must begin with a line of column names"),
             ("a,b\n", "nothing to learn from: 1 columns, 0 rows"),
             ("b\n1\n", "has no column 'a'; it has b"),
-            ("a,b\n1,x\n", "'b' is not made of numbers \\('x' is one"),
+            ("a,b\n1,x\n", "'b' is not made of numbers \\('x' in row 1"),
             ("a,b\n1,nan\n", "'b' has cells that are not finite"),
             ("a,b\n1,1e300\n", "'b' has cells that are not finite"),
             ("a,b\n0,1\nnan,2\n1,3\n", "'a' has cells that are not finite"),

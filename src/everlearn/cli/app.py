@@ -282,8 +282,9 @@ def _run_all(todo: list[Cell], plan: Plan, force: bool, talk: bool) -> tuple[int
                 continue
             done[i] = outcome
             if talk:
-                read = " (read)" if outcome.made["time"] < started else ""
-                bar.write(f"[{ended}/{len(todo)}]{read} {outcome}", file=sys.stdout)
+                gone_on = f" (gone on with from {where})" if (where := outcome.made.get("gone_on_from")) else ""
+                note = " (read)" if outcome.made["time"] < started else gone_on
+                bar.write(f"[{ended}/{len(todo)}]{note} {outcome}", file=sys.stdout)
                 sys.stdout.flush()
     return (0 if len(done) == len(todo) else 1), [done[i] for i in sorted(done)]
 

@@ -125,8 +125,9 @@ class EWC(QuadraticPenalty):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what an EWC of the same settings had learned."""
-        if state.get("tasks") and state["bowl"]["kind"] != self.structure:
-            raise ValueError(f"This state is of structure={state['bowl']['kind']!r}, this EWC has {self.structure!r}.")
+        kind = state.get("bowl", {}).get("kind", self.structure)
+        if state.get("tasks") and kind != self.structure:
+            raise ValueError(f"This state is of structure={kind!r}, this EWC has {self.structure!r}.")
         super().load_state_dict(state)
         self._now = None
 

@@ -93,11 +93,20 @@ def _parquet(path: Path) -> Columns:
 
 def _numbers(path: Path, name: str, column: np.ndarray) -> np.ndarray:
     if column.dtype.kind not in "iufb":
+        row = next((i for i, cell in enumerate(column) if not _is_number(cell)), 0)
         raise ValueError(
-            f"{path}: the column {name!r} is not made of numbers ({str(column[0])!r} is one of its cells); number it, or leave "
+            f"{path}: the column {name!r} is not made of numbers ({str(column[row])!r} in row {row + 1}); number it, or leave "
             "it out by naming the others in features=[…]."
         )
     numbers = in_float32(column)
     if not np.isfinite(numbers).all():
         raise ValueError(f"{path}: the column {name!r} has cells that are not finite; fill them or leave the rows out.")
     return numbers
+
+
+def _is_number(cell: object) -> bool:
+    try:
+        float(str(cell))
+    except ValueError:
+        return False
+    return True

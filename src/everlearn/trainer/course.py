@@ -66,6 +66,7 @@ class Course:
         self._each: dict[str, list[Any]] = {"parameters": [], "state_bytes": [], "facts": []}
         self._checkpoints = checkpoints
         self._within: State | None = None  # where in the next task an earlier process was
+        self.gone_on_from = ""  # for people
         if checkpoints is not None and (found := checkpoints.newest()) is not None:
             self._go_on(*found)
         else:
@@ -141,6 +142,7 @@ class Course:
             self._within, self._current = within, self.optimizer
         last = within or start or {}
         self.at, self.rows, self._each, self.initial = last["at"], last["rows"], last["each"], last["initial"]
+        self.gone_on_from = f"task {self.at + 1}" + (f", step {within['step'] + 1}" if within is not None else "")
         self.journal.step = last["told"]
         self._clock.add(last["seconds"])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import operator
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -104,6 +105,7 @@ def run(
             journal.start(config)
             try:
                 course = Course(model, method, stream, training, optimizer, keep_optimizer, split, journal, saver)
+                made |= {"gone_on_from": course.gone_on_from} if course.gone_on_from else {}
                 _go_through(course, label(method), progress, config["score"])
                 result = course.result(config, made)
             finally:
@@ -134,5 +136,6 @@ def finished(folder: Path, config: dict[str, Any]) -> Result | None:
     try:
         result = Result.load(path) if path.exists() else None
     except ValueError:
-        return None  # a torn or foreign file under this run's name: the run is done again and replaces it
+        warnings.warn(f"{path} is no whole result: the run is done again, and replaces it.", stacklevel=2)
+        return None
     return None if result is None or None in result.config["fingerprints"].values() else result

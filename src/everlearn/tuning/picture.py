@@ -28,7 +28,7 @@ def png(found: Tuned) -> bytes:
             axis.set_xscale("log")
         axis.axvline(found.best.values[d.name], color="grey", linewidth=1)
         axis.set(xlabel=d.name, ylabel="score on validation data")
-    axes[0].legend(fontsize="small")
+    axes[0].legend(fontsize="small", loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False)
     _old_and_new(axes[-1], found, whole)
     figure.suptitle(f"best: {found.best}")
     figure.savefig(file := io.BytesIO(), format="png")
@@ -42,7 +42,8 @@ def _scores(trial: Trial) -> dict[str, float | None]:
 def _old_and_new(axis: Any, found: Tuned, whole: list[Trial]) -> None:
     axis.scatter([t.new for t in whole], [t.old for t in whole], color="C0", label="trials")
     axis.scatter([found.best.new], [found.best.old], color="C3", marker="*", s=150, label="best average")
-    axis.set(
-        xlabel="score on new tasks, just learned", ylabel="score on old tasks, at the end", title=f"best: {found.best}"
-    )
-    axis.legend(fontsize="small")
+    axis.set(xlabel="score on new tasks, just learned", ylabel="score on old tasks, at the end")
+    axis.margins(0.1)
+    axis.legend(
+        fontsize="small", loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False
+    )  # above: the best may be anywhere

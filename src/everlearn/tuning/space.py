@@ -141,7 +141,10 @@ def dimensions(method: Method, wanted: Mapping[str, Given] | None = None) -> lis
         ready = [d for d in found if d.search.low < d.search.high]
         if firsts := [next(d for d in ready if d.part == part) for part in dict.fromkeys(d.part for d in ready)]:
             return firsts
-        raise ValueError(f"{_kinds(method)} has no field with a range beside it: name one, with a range (low, high).")
+        raise ValueError(
+            f"{_kinds(method)} has no field with a range beside it: name one with a range, as in fields={{'capacity': (50, 1000)}}, or "
+            "--fields er.capacity=50:1000 on the command line."
+        )
     return [_chosen(found, name, given, method) for name, given in wanted.items()]
 
 

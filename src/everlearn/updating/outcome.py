@@ -90,16 +90,19 @@ class Update:
         return [exam.number for exam in self.exams if exam.number != self.number]
 
     def doubts(self) -> list[str]:
-        """A word of warning where the old exams are too small to tell."""
+        """Words of warning where nothing new was learned, and where the old exams are too small to tell."""
+        doubts = []
+        if (now := self.after.get(self.number)) is not None and now <= self.before.get(self.number, -1.0) < 1:
+            doubts.append(
+                "It is no better on the new data than before: learn for longer, or with less protection; --again learns them once more."
+            )
         sizes = [len(exam) for exam in self.exams if exam.number != self.number]
-        if not sizes:
-            return []
-        step = 100 / min(sizes) / (1 if self.rules.each else len(sizes))
-        if step <= self.rules.tolerance:
-            return []
-        return [
-            f"The old exams are small: one answer alone may be {step:.1f} points, more than what is allowed; give more examples."
-        ]
+        step = 100 / min(sizes) / (1 if self.rules.each else len(sizes)) if sizes else 0.0
+        if step > self.rules.tolerance:
+            doubts.append(
+                f"The old exams are small: one answer alone may be {step:.1f} points, more than what is allowed; give more examples."
+            )
+        return doubts
 
     def __str__(self) -> str:
         if not self.new:
