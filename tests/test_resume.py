@@ -418,4 +418,6 @@ def test_a_process_killed_by_the_system_goes_on(tmp_path):
     assert child(killed, False) == 0
     one, other = (torch.load(f / "weights.pt", weights_only=True) for f in (whole, killed))
     assert all(torch.equal(one[n], other[n]) for n in one)
+    (undisturbed,), (gone_on,) = everlearn.results.load(whole), everlearn.results.load(killed)
+    assert gone_on.made["gone_on_from"].startswith("task ") and "gone_on_from" not in undisturbed.made
     assert np.array_equal(load(whole)[0].accuracy, load(killed)[0].accuracy)
