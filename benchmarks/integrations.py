@@ -7,6 +7,7 @@ task, against their loss written into the host's by hand. Seconds are of the pro
 costs no second pass; LwF and ER ask the model once more than by hand.
 """
 
+import logging
 import sys
 import tempfile
 import time
@@ -24,6 +25,7 @@ from everlearn.integrations import huggingface, lightning
 warnings.simplefilter("ignore")
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 STEPS, SIZE = 60, 32
 
 

@@ -124,6 +124,7 @@ def main(names):
             command = [sys.executable, __file__, "--one", name, str(width)]
             out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
             found[name].append(json.loads(out))
+        print(f"{name} is measured", file=sys.stderr, flush=True)
     plain = found.pop("finetune")
     print(
         "| method | bytes kept | bytes more at the peak | ns more a step | a step, in plain ones | ns per example at the end |"
