@@ -216,7 +216,7 @@ def words_of_models():
 
 
 def test_words_are_the_same_in_every_process():
-    code = "from tests.test_fingerprint import words_of_models; print(*words_of_models())"
+    code = "import tests.conftest; from tests.test_fingerprint import words_of_models; print(*words_of_models())"
     seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
     env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(__file__).parents[1])}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)

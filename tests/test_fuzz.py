@@ -86,6 +86,7 @@ def test_results(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:A result")
+@pytest.mark.filterwarnings("ignore:.* is no whole result")
 def test_a_harmed_result_is_done_again_and_replaced(tmp_path):
     stream = streams.digits(scenario="class").first(2)
     [path] = [everlearn.run(nets.mlp, METHODS["finetune"](), stream, iterations=1).save(tmp_path)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import sys
 import time
 from collections import defaultdict
@@ -64,7 +63,6 @@ def peak_memory(device: torch.device) -> int:
 
 def _give_back() -> None:
     """Memory that earlier runs have freed goes back to the system, or a run in it would seem to need none."""
-    gc.collect()
     with suppress(OSError, AttributeError):  # a C library without it
         ctypes.CDLL(None).malloc_trim(0)
 
