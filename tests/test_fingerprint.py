@@ -216,7 +216,8 @@ def words_of_models():
 
 
 def test_words_are_the_same_in_every_process():
-    code = "import tests.conftest; from tests.test_fingerprint import words_of_models; print(*words_of_models())"
+    begin = "from tests.conftest import pytest_configure; pytest_configure()"  # a foreign torchvision may be there
+    code = f"{begin}; from tests.test_fingerprint import words_of_models; print(*words_of_models())"
     seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
     env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(__file__).parents[1])}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
