@@ -13,20 +13,39 @@ from torch import Tensor, nn
 Params = dict[str, Tensor]
 
 
+# Wrappers whose packages take long to import, or may not be there: the class, and the attribute that holds the user's module.
+_WRAPPERS = {
+    "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
+    "torch.optim.swa_utils.AveragedModel": "module",
+    "lightning.fabric.wrappers._FabricModule": "_original_module",
+    "lightning_fabric.wrappers._FabricModule": "_original_module",
+    "deepspeed.runtime.engine.DeepSpeedEngine": "module",
+}
+_PREFIXES = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")  # of wrappers inside a model
+
+
 def unwrap(model: nn.Module) -> nn.Module:
-    """The user's own module inside ``torch.compile``, ``DataParallel``, ``DistributedDataParallel`` and their like.
+    """The user's own module inside a wrapper that hands its inputs on as they are.
+
+    These are ``torch.compile``, ``DataParallel``, ``DistributedDataParallel``, ``AveragedModel``, Lightning Fabric and
+    DeepSpeed, known by their classes. Any other module that holds one, whatever it calls it, is a model of its own: it may do
+    something with its inputs and outputs. ``FullyShardedDataParallel`` stays on too, since its forward pass gathers the weights.
 
     >>> net = nn.Linear(2, 1)
     >>> unwrap(nn.DataParallel(net)) is net
     True
     """
-    while True:
-        if isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
-            model = inner
-        elif [name for name, _ in model.named_children()] == ["module"] and not model._parameters:
-            model = model.get_submodule("module")
-        else:
-            return model
+    while (attribute := _wrapped(type(model))) is not None:
+        model = getattr(model, attribute)
+    return model
+
+
+def _wrapped(kind: type) -> str | None:
+    """The attribute of a wrapper's class that holds the user's module; None for any other class."""
+    if issubclass(kind, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        return "module"
+    names = (f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__)
+    return next((_WRAPPERS[name] for name in names if name in _WRAPPERS), None)
 
 
 def named(model: nn.Module) -> Params:
@@ -45,7 +64,7 @@ def named_with_frozen(model: nn.Module) -> Params:
         for reshard in [getattr(module, "reshard", None) for module in inner.modules()]:
             if callable(reshard):
                 reshard()
-    return {name.replace("_orig_mod.", ""): p for name, p in inner.named_parameters()}
+    return {_bare(name): p for name, p in inner.named_parameters()}
 
 
 def snapshot(model: nn.Module) -> Params:
@@ -144,7 +163,7 @@ def on_shares(function: Callable[[Tensor], Tensor], sharded: Tensor) -> Tensor:
 
 
 def inner(a: Tensor, b: Tensor) -> Tensor:
-    """aᵀ b, over all processes where these have shares.
+    """aᵀ b, of complex numbers the real part of aᴴ b, over all processes where these have shares.
 
     >>> import torch
     >>> inner(torch.ones(2, 2), torch.full((2, 2), 3.0))
@@ -152,7 +171,19 @@ def inner(a: Tensor, b: Tensor) -> Tensor:
     """
     if is_sharded(a):
         return (a * b).sum().full_tensor()  # type: ignore[attr-defined, no-any-return]
+    if a.is_complex():
+        return torch.vdot(a.reshape(-1), b.reshape(-1)).real
     return torch.dot(a.reshape(-1), b.reshape(-1))
+
+
+def squared_size(tensor: Tensor) -> Tensor:
+    """Every number's square, or |z|² of complex ones.
+
+    >>> import torch
+    >>> squared_size(torch.tensor([3 + 4j]))
+    tensor([25.])
+    """
+    return tensor.abs().square() if tensor.is_complex() else tensor.square()
 
 
 def check_finite(parameters: Mapping[str, Tensor]) -> None:
@@ -198,6 +229,14 @@ def _old_rows(p: Tensor, anchor: Tensor) -> Tensor:
             "a layer may grow between tasks, not shrink or change its kind."
         )
     return corner(p, anchor.shape)
+
+
+def _bare(name: str) -> str:
+    """A parameter's name without what wrappers inside the model add to it."""
+    for prefix in _PREFIXES:
+        if prefix in name:
+            name = name.removeprefix(prefix).replace(f".{prefix}", ".")
+    return name
 
 
 def _some(names: Params) -> str:
