@@ -58,6 +58,16 @@ def test_forms_over_other_parameters():
         full(3) + a
 
 
+def test_full_forms_are_added_by_name():
+    b = Full({"b": (1,)}, matrix=torch.tensor([[1.0]]))
+    both = Full({"a": (1,), "b": (1,)}, matrix=torch.diag(torch.tensor([10.0, 20.0])))
+    for total in (b + both, both + b, b + both + Full(), Full() + b + both):
+        assert {n: v.item() for n, v in total.diagonal().items()} == {"a": 10, "b": 21}
+    turned = Full({"b": (1,), "a": (1,)}, rows=torch.tensor([[2.0, 3.0]]))
+    assert {n: v.item() for n, v in (both + turned).diagonal().items()} == {"a": 19, "b": 24}
+    assert {n: v.item() for n, v in (turned + turned + both).diagonal().items()} == {"a": 28, "b": 28}
+
+
 def test_singular_forms_ask_for_damping():
     with pytest.raises(ValueError, match="needs damping > 0"):
         full(3).solve(DELTA)

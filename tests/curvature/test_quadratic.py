@@ -173,3 +173,64 @@ def test_forms_of_different_kinds_do_not_mix():
     bowl.add(random_form("diagonal", model), snapshot(model))
     with pytest.raises(TypeError, match="Diagonal and Full do not add: take all importances in one structure"):
         bowl.add(random_form("full", model), snapshot(model))
+
+
+@pytest.mark.parametrize("kind", ["diagonal", "kronecker", "full"])
+@pytest.mark.parametrize("frozen", [(True, False, False), (False, True, False), (True, False, True)])
+def test_layers_that_are_frozen_and_thawed_between_tasks(kind, frozen):
+    """The sum of what every task held, of the parameters that it held, whatever their order in the forms."""
+    model, total, bowls = nn.Linear(3, 2), Quadratic(), []
+    for still in frozen:
+        model.weight.requires_grad_(not still)
+        form = (
+            random_form(kind, model)
+            if kind != "kronecker" or not still
+            else Kronecker(rest=Diagonal({"bias": spd(2)[0]}))
+        )
+        bowls.append((form, place_trainable(model)))
+        total.add(*bowls[-1])
+    model.weight.requires_grad_(True)
+    place(model)
+    height, truth = total(model), written_out(bowls, model)
+    torch.testing.assert_close(height, truth)
+    found = torch.autograd.grad(height, list(model.parameters()))
+    for g, t in zip(found, torch.autograd.grad(truth, list(model.parameters())), strict=True):
+        torch.testing.assert_close(g, t)
+
+
+def place_trainable(model):
+    with torch.no_grad():
+        for p in named(model).values():
+            p.add_(torch.randn_like(p))
+    return snapshot(model)
+
+
+@pytest.mark.parametrize("kind", ["kronecker", "full"])
+def test_what_is_frozen_off_its_anchor_pulls_at_the_others(kind):
+    model, bowl = nn.Linear(3, 2), Quadratic()
+    form = random_form(kind, model)
+    at = snapshot(model)
+    bowl.add(form, at)
+    place(model)
+    (right,) = torch.autograd.grad(written_out([(form, at)], model), [model.bias])
+    model.weight.requires_grad_(False)
+    torch.testing.assert_close(torch.autograd.grad(bowl(model), [model.bias])[0], right)
+    bowl.pull(model, named(model))
+    torch.testing.assert_close(model.bias.grad, right)
+
+
+def test_complex_parameters_are_held_by_their_distance():
+    model, bowl = nn.Module(), Quadratic()
+    model.z = nn.Parameter(torch.randn(3, dtype=torch.cdouble))
+    bowls = []
+    for _ in range(2):
+        bowls.append((torch.rand(3), snapshot(model)["z"]))
+        bowl.add(Diagonal({"z": bowls[-1][0]}), {"z": bowls[-1][1]})
+        place(model)
+    height = bowl(model)
+    height.backward()
+    found, model.z.grad = model.z.grad, None
+    truth = sum((f * ((model.z - at).real ** 2 + (model.z - at).imag ** 2)).sum() for f, at in bowls) / 2
+    truth.backward()
+    torch.testing.assert_close(height, truth)
+    torch.testing.assert_close(found, model.z.grad)

@@ -202,3 +202,26 @@ def test_the_state_of_another_method_is_refused_by_a_sentence():
     other.tasks = 1
     with pytest.raises(ValueError, match="does not fit EWC"):
         EWC().load_state_dict(other.state_dict())
+
+
+@pytest.mark.parametrize("structure", ["diagonal", "kronecker", "full"])
+def test_a_layer_that_is_frozen_at_first_and_thawed_later(structure, double):
+    """The sum of both tasks' forms around their places, each over the parameters it was taken of."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    method, tasks = EWC(2.0, structure=structure), []
+    for frozen in (True, False):
+        model[0].requires_grad_(not frozen)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(0.3 * torch.randn_like(p) * p.requires_grad)
+        x = torch.randn(20, 3)
+        tasks.append((fisher(model, x, structure=structure), snapshot(model)))
+        method.end_task(model, x)
+    moved = {n: 0.5 * torch.randn_like(p) for n, p in model.named_parameters()}
+    with torch.no_grad():
+        for n, p in model.named_parameters():
+            p.add_(moved[n])
+    now = dict(model.named_parameters())
+    right = sum(form.quad({n: now[n] - at[n] for n in at}) for form, at in tasks)  # ½ · strength 2
+    torch.testing.assert_close(method.penalty(model), right)

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everlearn.params import Params, grown, is_sharded, on_shares
+from everlearn.params import Params, grown, is_sharded, on_shares, squared_size
 
 
 @dataclass(eq=False, repr=False)
 class Diagonal:
-    """δᵀ F δ = Σᵢ Fᵢ δᵢ², a number per parameter.
+    """δᵀ F δ = Σᵢ Fᵢ |δᵢ|², a real number per parameter.
 
     Args:
         values: by parameter name.
@@ -47,7 +47,7 @@ class Diagonal:
 
     def quad(self, delta: Params) -> Tensor:
         """δᵀ F δ over the parameters both know."""
-        parts = [(self.values[n] * d.square()).sum() for n, d in delta.items() if n in self.values]
+        parts = [(self.values[n] * squared_size(d)).sum() for n, d in delta.items() if n in self.values]
         return torch.stack(parts).sum() if parts else torch.zeros(())
 
     def solve(self, vector: Params, damping: float = 0.0) -> Params:

@@ -119,8 +119,8 @@ class Full:
         return Full(self.shapes, *parts)
 
     def _in(self, shapes: dict[str, tuple[int, ...]]) -> Full:
-        """The same form over more or larger parameters, zero where there was none."""
-        if shapes == self.shapes:
+        """The same form with these parameters in this order, more or larger ones too, zero where there was none."""
+        if list(shapes.items()) == list(self.shapes.items()):  # equal dicts may have another order of columns
             return self
         numbers = torch.arange(sum(torch.Size(s).numel() for s in shapes.values()))
         places = dict(zip(shapes, numbers.split([torch.Size(s).numel() for s in shapes.values()]), strict=True))
@@ -141,12 +141,11 @@ class Full:
             return NotImplemented
         if not self.shapes or not other.shapes:
             return self if self.shapes else other
-        if self.shapes != other.shapes:
-            shapes = merged(self.shapes, other.shapes, lambda a, b: tuple(map(max, a, b)))
-            return self._in(shapes) + other._in(shapes)
-        if self.matrix is None and other.matrix is None:
-            return Full(self.shapes, torch.cat([self._rows(), other._rows()]))
-        return Full(self.shapes, None, self.dense() + other.dense())
+        shapes = merged(self.shapes, other.shapes, lambda a, b: tuple(map(max, a, b)))
+        one, two = self._in(shapes), other._in(shapes)
+        if one.matrix is None and two.matrix is None:
+            return Full(shapes, torch.cat([one._rows(), two._rows()]))
+        return Full(shapes, None, one.dense() + two.dense())
 
     def __mul__(self, scale: float) -> Full:
         if self.matrix is not None:

@@ -62,7 +62,7 @@ class Kronecker:
 
     def quad(self, delta: Params) -> Tensor:
         """δᵀ F δ over the parameters both know."""
-        parts = [(delta[n] * f).sum() for n, f in self.times(delta).items()]
+        parts = [(delta[n].conj() * f).real.sum() for n, f in self.times(delta).items()]
         return torch.stack(parts).sum() if parts else torch.zeros(())
 
     def solve(self, vector: Params, damping: float = 0.0, manner: Damping = "eigenbasis") -> Params:
@@ -72,21 +72,20 @@ class Kronecker:
             vector: by parameter name.
             damping: added to F.
             manner: "eigenbasis" is exact; "factored" damps A and G apart (Martens & Grosse, 2015), which is cheaper where
-                factors change often and is another matrix. A sum of several pairs is solved by conjugate gradients.
+                factors change often and is another matrix. A sum of several pairs, or of a pair and a diagonal, is solved by
+                conjugate gradients.
         """
         if manner not in ("eigenbasis", "factored"):
             raise ValueError(f"manner: got {manner!r}, allowed: 'eigenbasis', 'factored'.")
-        if both := self.rest.names & {*self.layers, *self.biases.values()}:
-            raise ValueError(
-                f"{', '.join(sorted(both))} have factors and a diagonal, of tasks that froze other parts: no solve."
-            )
-        solved = self.rest.solve({n: v for n, v in vector.items() if n in self.rest.values}, damping)
+        alone = self.rest.names - {*self.layers, *self.biases.values()}
+        solved = self.rest.solve({n: v for n, v in vector.items() if n in alone}, damping)
         for weight, pairs in self.layers.items():
             if weight not in vector and self.biases.get(weight) not in vector:
                 continue
             v = self._matrix(weight, vector)
-            if len(pairs) > 1:
-                x = _conjugate_gradients(pairs, v, damping)
+            own = {n: self.rest.values[n] for n in (weight, self.biases.get(weight, "")) if n in self.rest.values}
+            if len(pairs) > 1 or own:
+                x = _conjugate_gradients(pairs, v, self._matrix(weight, own) + damping if own else damping)
             else:
                 x = _factored(pairs[0], v, damping) if manner == "factored" else _eigenbasis(pairs[0], v, damping)
             solved |= self._params(weight, x)
@@ -167,14 +166,22 @@ class Kronecker:
     __rmul__ = __mul__
 
     def mixed(self, other: Kronecker, decay: float) -> Kronecker:
-        """The running average of the factors, decay · own + (1 - decay) · other, which stays one pair per layer."""
+        """The running average of the factors, decay · own + (1 - decay) · other, which stays one pair per layer.
 
-        def mix(own: list[Pair], new: list[Pair]) -> list[Pair]:
-            return [Pair(*(decay * a + (1 - decay) * b for a, b in zip(own[0], new[0], strict=True)))]
-
-        biases, shapes = {**self.biases, **other.biases}, {**self.shapes, **other.shapes}
+        Of a layer that only one of them has met the inputs' factor, a mean over the examples that met it, stays; the outputs'
+        factor, a mean over all, counts as zero in the other.
+        """
+        both = self + other
+        layers: dict[str, list[Pair]] = {}
+        for weight, pairs in both.layers.items():
+            if weight in self.layers and weight in other.layers:
+                own, new = pairs
+                layers[weight] = [Pair(*(decay * a + (1 - decay) * b for a, b in zip(own, new, strict=True)))]
+            else:
+                share = decay if weight in self.layers else 1 - decay
+                layers[weight] = [Pair(pairs[0].inputs, share * pairs[0].outputs)]
         rest = self.rest * decay + other.rest * (1 - decay)
-        return Kronecker(merged(self.layers, other.layers, mix), biases, rest, shapes)
+        return Kronecker(layers, both.biases, rest, both.shapes)
 
     def state_dict(self) -> dict[str, Any]:
         """For saving."""
@@ -247,8 +254,8 @@ def _factored(pair: Pair, v: Tensor, damping: float) -> Tensor:
     return solved
 
 
-def _conjugate_gradients(pairs: list[Pair], v: Tensor, damping: float, steps: int = 1000) -> Tensor:
-    """(Σ G_k ⊗ A_k + damping) x = v, to the precision of the dtype."""
+def _conjugate_gradients(pairs: list[Pair], v: Tensor, damping: float | Tensor, steps: int = 1000) -> Tensor:
+    """(Σ G_k ⊗ A_k + damping) x = v, to the precision of the dtype; the damping may be another for each number."""
 
     def times(x: Tensor) -> Tensor:
         return damping * x + torch.stack([g @ x @ a for a, g in pairs]).sum(0)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from everlearn.curvature.diagonal import Diagonal, on
 from everlearn.curvature.full import Full
 from everlearn.curvature.kronecker import Kronecker
-from everlearn.params import Params, corner, grown, inner, remembered, wide
+from everlearn.params import Params, corner, grown, inner, named_with_frozen, remembered, squared_size, wide
 
 BLOCK = 2**22  # numbers that are worked on at a time
 Form = Diagonal | Kronecker | Full
@@ -48,6 +48,7 @@ class Quadratic:
         theta = remembered(model, self.anchor)
         if not theta:  # all of them are frozen
             return torch.zeros(())
+        theta = self._with_frozen(model, theta)
         height: Tensor = _Height.apply(self, list(theta), *theta.values())  # type: ignore[no-untyped-call]
         return height
 
@@ -65,7 +66,7 @@ class Quadratic:
                 torch._foreach_mul_(delta, values)  # not addcmul: autograd, too, rounds the product before it adds it
                 torch._foreach_add_([_grad(parameters[n], t.shape) for n, t in some.items()], delta)
         else:
-            pull = self._at(theta)[1]
+            pull = self._at(self._with_frozen(model, theta))[1]
             grads = [_grad(parameters[n], t.shape) for n, t in theta.items()]
             torch._foreach_add_(grads, [pull[n] for n in theta])
 
@@ -85,6 +86,14 @@ class Quadratic:
             height = height - _dot(delta, slope)
             pull = {n: p - slope[n] if n in slope else p for n, p in pull.items()}
         return height, pull
+
+    def _with_frozen(self, model: nn.Module, theta: Params) -> Params:
+        """With the frozen parameters too where products of two count: one that stands off its anchor pulls at the others."""
+        if isinstance(self.form, Diagonal):
+            return theta
+        names = self.form.names - theta.keys()
+        frozen = {n: p.detach() for n, p in named_with_frozen(model).items() if n in names}
+        return theta | remembered(model, self.anchor, frozen) if frozen else theta
 
     def _delta(self, theta: Params) -> Params:
         """θ - m, where there is an m."""
@@ -110,15 +119,16 @@ class Quadratic:
         for name, theta in at.items():
             if name not in form.values:
                 continue
-            place = theta.device, wide(theta)  # a mean of near places needs more digits than one of them
-            theta, new, all_ = (v.to(*place) for v in (theta, form.values[name], both.values[name]))
+            digits = wide(theta)  # a mean of near places needs more digits than one of them
+            theta = theta.to(digits)
+            new, all_ = (v.to(theta.device, digits.to_real()) for v in (form.values[name], both.values[name]))
             share = torch.where(all_ > 0, new / all_, torch.ones_like(new))  # where nothing was held, hold it here
             old = theta.clone()
             if (before := self.anchor.get(name)) is not None:
                 corner(old, before.shape).copy_(before)
             apart = theta - old
-            self.constant += float(((all_ - new) * share * apart.square()).sum()) / 2
-            self.anchor[name] = torch.addcmul(old, share, apart)
+            self.constant += float(((all_ - new) * share * squared_size(apart)).sum()) / 2
+            self.anchor[name] = torch.addcmul(old, share.to(old.dtype), apart)
         self.form = both
 
     def move(self, form: Form, to: Params) -> None:
