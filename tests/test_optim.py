@@ -10,7 +10,7 @@ from torch import nn
 
 from everlearn import Gaussian, nets, streams
 from everlearn.curvature import fisher
-from everlearn.optim import NaturalGradient
+from everlearn.optim import NaturalGradient, _has_two_modes
 from tests.models import make
 
 
@@ -173,7 +173,7 @@ def test_resuming_equals_never_having_stopped(structure, tmp_path):
 
 def test_what_has_no_factors_is_said_once():
     torch.set_default_dtype(torch.float)
-    model = nets.cnn((1, 8, 8), 10, channels=(4,))
+    model = nets.cnn((1, 8, 8), 10, channels=(4,)).eval()
     task = streams.digits("class")[0]
     optimizer = NaturalGradient(model, lr=0.01, damping=0.1)
 
@@ -186,6 +186,33 @@ def test_what_has_no_factors_is_said_once():
     with pytest.warns(UserWarning, match=r"No Kronecker factors for 0.1.weight, 0.1.bias: .* the diagonal") as seen:
         learn()
     assert len(seen) == 1
+
+
+@pytest.mark.parametrize("layer", [lambda: nn.Dropout(0.5), lambda: nn.BatchNorm1d(4)], ids=["dropout", "batch norm"])
+def test_a_gradient_of_training_mode_beside_a_form_of_evaluation_mode_is_said_once(layer):
+    x, y = torch.randn(20, 4), torch.randint(3, (20,))
+    model = nn.Sequential(nn.Linear(4, 4), layer(), nn.Linear(4, 3))
+    optimizer = NaturalGradient(model, lr=0.01, structure="diagonal", damping=0.1)
+    step(model.eval(), optimizer, x, y, False)
+    right = fisher(model, x).values["0.weight"]
+    with pytest.warns(UserWarning, match=r"F in evaluation mode.* in which 1 .*model.eval\(\)"):
+        step(model.train(), optimizer, x, y, False)
+    step(model, optimizer, x, y, False)  # where a second warning would be an error
+    model.eval()(x)
+    optimizer._update({})
+    torch.testing.assert_close(optimizer.curvature.values["0.weight"], fisher(model, x).values["0.weight"])
+    assert not torch.allclose(right, optimizer.curvature.values["0.weight"])
+
+
+def test_layers_that_do_something_else_in_training_mode():
+    known = (
+        nn.MultiheadAttention(4, 2, dropout=0.1),
+        nn.LSTM(4, 4, 2, dropout=0.1),
+        nn.InstanceNorm1d(4, track_running_stats=True),
+    )
+    assert all(map(_has_two_modes, known))
+    plain = nn.Linear(4, 4), nn.Dropout(0.0), nn.MultiheadAttention(4, 2), nn.LayerNorm(4), nn.InstanceNorm1d(4)
+    assert not any(map(_has_two_modes, plain))
 
 
 def test_it_is_a_torch_optimizer_that_learns():

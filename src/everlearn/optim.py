@@ -29,6 +29,10 @@ class NaturalGradient(Optimizer):
     with F the Fisher information at θ on the inputs of the last forward pass, labels from the model, averaged over steps
     as F ← decay · F + (1 - decay) · F_now (F_now alone at first). Momentum is that of the natural gradient.
 
+    F is always taken in evaluation mode, g is what ``backward()`` left. In training mode dropout is another model in every pass
+    and BatchNorm mixes the examples of a batch, so that none has a gradient of its own. With such layers in training mode F and
+    g are those of two models; a warning says so once. Put these layers into evaluation mode to step on one.
+
     Args:
         model: whose trainable parameters are stepped; its inputs are noted by a hook, so call ``model(x)`` itself.
         lr: the step along the natural gradient; 1 is Newton's step where the Fisher information is the Hessian.
@@ -90,6 +94,7 @@ class NaturalGradient(Optimizer):
         self._estimate = FisherEstimator(model, labels, structure, likelihood)
         self._inputs: Any = None
         self._estimating = False
+        self._two_faced = {name: m for name, m in unwrap(model).named_modules() if _has_two_modes(m)}
         self._hook = unwrap(model).register_forward_pre_hook(_Noting(weakref.ref(self)), with_kwargs=True)
         weakref.finalize(self, self._hook.remove)
 
@@ -97,6 +102,9 @@ class NaturalGradient(Optimizer):
         """Remember the inputs of a forward pass that may lead to a step."""
         if torch.is_grad_enabled() and not self._estimating and module is self._estimate.engine.model:
             self._inputs = [*args, *kwargs.values()]
+            if training := [name for name, m in self._two_faced.items() if m.training]:
+                self._two_faced = {}  # said once
+                _warn_of_two_modes(training)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NaturalGradient:
         raise TypeError("NaturalGradient belongs to its model: make one for the copied model and load the state_dict.")
@@ -196,6 +204,24 @@ class NaturalGradient(Optimizer):
         else:
             self.curvature = FORMS[self.structure]()
             self.curvature.load_state_dict(held)
+
+
+def _has_two_modes(module: nn.Module) -> bool:
+    """Whether a layer of torch does something else in training mode."""
+    if isinstance(module, (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd)):
+        return bool(getattr(module, "p", getattr(module, "track_running_stats", False)))
+    share = getattr(module, "dropout", 0.0)  # of attention and recurrent layers
+    return isinstance(share, float) and share > 0
+
+
+def _warn_of_two_modes(names: list[str]) -> None:
+    some = ", ".join([*names[:3], *(["…"] if len(names) > 3 else [])])
+    warnings.warn(
+        f"NaturalGradient takes F in evaluation mode, and these gradients come from training mode, in which {some} (dropout or "
+        "running statistics) does something else: F is that of another model than g. Put these layers into evaluation mode "
+        "before the forward pass, model.eval() for all of them, or take the step as an approximation.",
+        stacklevel=2,
+    )
 
 
 class _Noting:
