@@ -3,6 +3,8 @@
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence
+from torch.utils.checkpoint import checkpoint
 
 from everlearn import nets
 
@@ -179,6 +181,156 @@ class Bert(nn.Module):
         return self.inner(t, attention_mask=(t != 0).long()).logits
 
 
+class Siamese(nn.Module):
+    """Two inputs through one body, one after the other or side by side in the batch."""
+
+    def __init__(self, side_by_side):
+        super().__init__()
+        self.side_by_side = side_by_side
+        self.body = nn.Linear(4, 5)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x):
+        left, right = x.unbind(1)
+        if self.side_by_side:
+            left, right = self.body(torch.cat([left, right])).tanh().chunk(2)
+        else:
+            left, right = self.body(left).tanh(), self.body(right).tanh()
+        return self.head((left - right).square())
+
+
+class Packed(nn.Module):
+    """A GRU over sentences of different lengths, which packing sorts by their length."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(11, 4, padding_idx=0)
+        self.gru = nn.GRU(4, 5, batch_first=True)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, t):
+        lengths = (t > 3).sum(1).clamp(min=1)
+        packed = pack_padded_sequence(self.words(t), lengths.cpu(), batch_first=True, enforce_sorted=False)
+        return self.head(self.gru(packed)[1][-1])
+
+
+class MixtureOfExperts(nn.Module):
+    """Every example goes to the expert its gate likes best; an expert without examples is left out, or runs on no rows."""
+
+    def __init__(self, skip):
+        super().__init__()
+        self.skip = skip
+        self.gate = nn.Linear(4, 3)
+        self.experts = nn.ModuleList([nn.Linear(4, 3) for _ in range(3)])
+
+    def forward(self, x):
+        shares = self.gate(x).softmax(1)
+        best = shares.argmax(1)
+        out = x.new_zeros(len(x), 3)
+        for k, expert in enumerate(self.experts):
+            (rows,) = torch.where(best == k)
+            if len(rows) or not self.skip:
+                out = out.index_add(0, rows, expert(x[rows]) * shares[rows, k : k + 1])
+        return out
+
+
+class AdaptiveDepth(nn.Module):
+    """A layer is repeated as often as the hardest example of the batch needs; the others stand still meanwhile."""
+
+    def __init__(self):
+        super().__init__()
+        self.again = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        depth = 1 + (x[:, 0] > 0).long() + (x[:, 1] > 0).long()
+        h = x
+        for k in range(int(depth.max())):
+            h = torch.where((depth > k)[:, None], torch.tanh(self.again(h)), h)
+        return self.head(h)
+
+
+class Trimmed(nn.Module):
+    """Sentences are cut to the longest of the batch, by a slice whose bound is a tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(11, 4, padding_idx=0)
+        self.layer = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, t):
+        lengths = (t > 3).sum(1).clamp(min=1)
+        t = t[:, : lengths.max()]
+        known = torch.arange(t.shape[1]) < lengths[:, None]
+        return self.head((torch.tanh(self.layer(self.words(t))) * known[..., None]).sum(1))
+
+
+class Checkpointed(nn.Module):
+    """A part whose activations are not kept, but computed again in the backward pass."""
+
+    def __init__(self, use_reentrant):
+        super().__init__()
+        self.use_reentrant = use_reentrant
+        self.first = nn.Linear(4, 5)
+        self.part = nn.Sequential(nn.Tanh(), nn.Linear(5, 5), nn.PReLU(), nn.Linear(5, 5))
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.head(checkpoint(self.part, self.first(x), use_reentrant=self.use_reentrant))
+
+
+class Spectral(nn.Module):
+    """Complex parameters between two Fourier transforms."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Parameter(torch.randn(3, 3, dtype=torch.cdouble))
+        self.filter = nn.Parameter(torch.randn(3, dtype=torch.cdouble))
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(torch.tanh(torch.fft.irfft((torch.fft.rfft(x) @ self.mix) * self.filter, 4)))
+
+
+class Autoencoder(nn.Module):
+    """One weight as encoder and, transposed, as decoder."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 4))
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(F.linear(torch.tanh(F.linear(x, self.weight)), self.weight.t()))
+
+
+class Wrapped(nn.Module):
+    """A module that has another one, called as the wrappers of torch call it, and something of its own to do."""
+
+    def __init__(self):
+        super().__init__()
+        self.module = nets.mlp(4, 3, hidden=(5,))
+
+    def forward(self, x):
+        return 0.2 * self.module(torch.tanh(x))
+
+
+class Moving(nn.Module):
+    """Buffers that move in every forward pass, in place and by being replaced."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        self.calls += 1
+        self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+        return self.layer(x)
+
+
 def weight_norm():
     return nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 6)), nn.ReLU(), nn.Linear(6, 3))
 
@@ -211,6 +363,19 @@ MODELS = {
     "weight norm": (weight_norm, [7, 4]),
     "invisible": (Invisible, [7, 4]),
     "piecewise": (Piecewise, [7, 4]),
+    "siamese": (lambda: Siamese(False), [7, 2, 4]),
+    "siamese, side by side": (lambda: Siamese(True), [7, 2, 4]),
+    "packed": (Packed, None),
+    "experts": (lambda: MixtureOfExperts(True), [7, 4]),
+    "experts without rows": (lambda: MixtureOfExperts(False), [7, 4]),
+    "adaptive depth": (AdaptiveDepth, [7, 4]),
+    "trimmed": (Trimmed, None),
+    "checkpointed": (lambda: Checkpointed(False), [7, 4]),
+    "checkpointed, reentrant": (lambda: Checkpointed(True), [7, 4]),
+    "complex": (Spectral, [7, 4]),
+    "autoencoder": (Autoencoder, [7, 4]),
+    "wrapped": (Wrapped, [7, 4]),
+    "moving buffers": (Moving, [7, 4]),
 }
 
 

@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from everlearn import Bernoulli, Categorical, Gaussian, Method, Task, nets, streams, train
-from everlearn.curvature import fisher, from_adam
+from everlearn.curvature import fisher, from_adam, sensitivity
 from tests.models import MODELS, make
-from tests.reference import full_fisher, mean_of, softmax_scores
+from tests.reference import full_fisher, mean_of, softmax_scores, squared_size
 
 N, C, D = 40, 4, 3
 
@@ -67,10 +67,13 @@ def test_the_expected_score_is_zero(linear):
 def test_exact_is_the_label_weighted_sum_on_any_model(name):
     model, x = make(name)
     model.eval()
-    right = mean_of(model, x, softmax_scores(model(x).detach()), torch.square)
-    found = fisher(model, x, chunk=3).values
-    for n, value in right.items():
-        torch.testing.assert_close(found[n], value, rtol=1e-9, atol=1e-14)
+    right = mean_of(model, x, softmax_scores(model(x).detach()), squared_size)
+    order = torch.tensor([4, 1, 6, 0, 2, 5, 3])
+    for data, chunk in ((x, 3), (x[order], 2), (x[order], 7)):
+        found = fisher(model, data, chunk=chunk).values
+        assert set(found) == set(right)
+        for n, value in right.items():
+            torch.testing.assert_close(found[n], value, rtol=1e-9, atol=1e-14, msg=lambda m, n=n: f"{n}: {m}")
 
 
 @pytest.mark.parametrize("labels", ["signs", "sample"])
@@ -260,12 +263,13 @@ def test_sequences_count_token_by_token():
     torch.testing.assert_close(true, r.sum(1).square().mean(0))
 
 
-@pytest.mark.parametrize("name", ["mlp", "cnn", "tied", "bare"])
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("complex", "bert")])
 def test_full_equals_the_outer_products(name):
     model, x = make(name)
     right = full_fisher(model.eval(), x, softmax_scores(model(x).detach()))
-    found = fisher(model, x, structure="full")
-    torch.testing.assert_close(found.dense(), right, rtol=1e-9, atol=1e-14)
+    for data, chunk in ((x, None), (x.flip(0), 3)):
+        found = fisher(model, data, structure="full", chunk=chunk)
+        torch.testing.assert_close(found.dense(), right, rtol=1e-9, atol=1e-14)
 
 
 def test_the_diagonal_of_the_full_is_the_diagonal(linear):
@@ -342,3 +346,94 @@ def test_the_task_and_the_model_stay(linear):
     fisher(model, (x, y), labels="signs", structure="kronecker")
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert torch.equal(model.weight.grad, torch.ones(C, D)) and model.weight.requires_grad
+
+
+@pytest.mark.parametrize("name", ["checkpointed", "checkpointed, reentrant"])
+@pytest.mark.parametrize("structure", ["diagonal", "kronecker", "full"])
+def test_a_checkpoint_changes_nothing(name, structure):
+    model, x = make(name)
+    plain = nn.Sequential(model.first, model.part, model.head)
+    before = torch.utils.checkpoint.CheckpointFunction, torch.utils.checkpoint._checkpoint_without_reentrant_generator
+    right = fisher(plain, x, structure=structure).diagonal()
+    found = fisher(model, x, structure=structure).diagonal()
+    for (n, _), (m, _) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+        torch.testing.assert_close(found[n], right[m])
+    after = torch.utils.checkpoint.CheckpointFunction, torch.utils.checkpoint._checkpoint_without_reentrant_generator
+    assert after == before, "checkpoints are themselves again"
+
+
+def test_complex_parameters_have_real_importances():
+    """Σ over outputs c of p (1 - p) |∂ f_c / ∂z|² of f = Re(W z x): by hand."""
+
+    class Turned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.z = nn.Parameter(torch.tensor(0.3 + 0.4j, dtype=torch.cdouble))
+
+        def forward(self, x):
+            turned = (self.z * x).real
+            return torch.cat([turned, torch.zeros_like(turned)], 1)
+
+    model, x = Turned(), torch.randn(9, 1)
+    found = fisher(model, x).values["z"]
+    p = (0.3 * x).sigmoid()
+    assert found.dtype == torch.double
+    torch.testing.assert_close(found, (p * (1 - p) * x.square()).mean())
+    step = {"z": torch.tensor(3 + 4j, dtype=torch.cdouble)}
+    torch.testing.assert_close(fisher(model, x).quad(step), 25 * found)
+    with pytest.raises(ValueError, match="structure='full' is for real parameters, and z is complex"):
+        fisher(model, x, structure="full")
+
+
+def test_adams_moments_of_complex_parameters():
+    model, x = make("complex")
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.0)
+    F.cross_entropy(model(x), torch.zeros(7, dtype=torch.long)).backward()
+    optimizer.step()
+    found = from_adam(model, optimizer).values
+    for n, p in model.named_parameters():
+        torch.testing.assert_close(found[n], squared_size(p.grad))
+
+
+class Remembering(nn.Module):
+    """What it has seen before shifts its outputs, in evaluation mode too."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(D, C)
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("mean", torch.ones(D))
+
+    def forward(self, x):
+        out = self.layer(x - self.mean) * (1 + self.calls)
+        self.calls += 1
+        self.mean = 0.5 * self.mean + 0.5 * x.mean(0).detach()
+        return out
+
+
+@pytest.mark.parametrize("structure", ["diagonal", "kronecker", "full"])
+def test_buffers_that_every_forward_pass_moves_are_put_back(structure):
+    torch.manual_seed(0)
+    model, x = Remembering().eval(), torch.randn(N, D)
+    still = nn.Linear(D, C)
+    still.load_state_dict(model.layer.state_dict())
+    right = list(fisher(still, x - 1, structure=structure).diagonal().values())
+    before = {n: (b, b.clone()) for n, b in model.named_buffers()}
+    for chunk in (1, 7, N):
+        found = fisher(model, x, structure=structure, chunk=chunk).diagonal()
+        torch.testing.assert_close([found["layer.weight"], found["layer.bias"]], right)
+        sensitivity(model, x, chunk=chunk)
+        for n, b in model.named_buffers():
+            assert b is before[n][0] and torch.equal(b, before[n][1])
+
+
+def test_inference_mode_is_refused_with_a_sentence(linear):
+    model, x, _, _ = linear
+    with torch.inference_mode():
+        for measure in (fisher, sensitivity):
+            with pytest.raises(ValueError, match=r"under torch.inference_mode\(\).*leave that block first"):
+                measure(model, x)
+        there, born = x + 0, nn.Linear(D, C)
+    torch.testing.assert_close(fisher(model, there).values, fisher(model, x).values)
+    with pytest.raises(ValueError, match=r"were made under torch.inference_mode\(\)"):
+        fisher(born, x)

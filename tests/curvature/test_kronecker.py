@@ -3,10 +3,10 @@ import torch
 from torch import nn
 
 from everlearn import Gaussian, nets
-from everlearn.curvature import Kronecker, fisher
+from everlearn.curvature import Diagonal, Kronecker, fisher
 from everlearn.curvature.kronecker import Pair
-from tests.models import make
-from tests.reference import full_fisher, softmax_scores
+from tests.models import MODELS, make
+from tests.reference import full_fisher, kronecker_factors, mean_of, softmax_scores, squared_size
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -43,6 +43,29 @@ def test_the_form_is_the_kronecker_product(terms):
     assert form.trace() == pytest.approx(float(f.trace()))
     torch.testing.assert_close(vector(form.diagonal()), f.diagonal())
     torch.testing.assert_close(vector(form.solve(DELTA, 0.3)), torch.linalg.solve(f + 0.3 * torch.eye(15), v))
+
+
+TIED = {"tied": {"words.weight"}, "autoencoder": {"weight"}}  # used in other ways too, so that they have no factors
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_factors_of_any_model_are_those_of_every_example_alone(name):
+    model, x = make(name)
+    columns = softmax_scores(model.eval()(x).detach())
+    squares = mean_of(model, x, columns, squared_size)
+    right = {}
+    order = torch.tensor([4, 1, 6, 0, 2, 5, 3])
+    for data, chunk in ((x, 1), (x, 2), (x, 3), (x, 7), (x[order], 1), (x[order], 2), (x[order], 3), (x[order], 7)):
+        form = fisher(model, data, structure="kronecker", chunk=chunk)
+        right = right or kronecker_factors(model, x, columns, set(form.biases))
+        assert set(form.layers) == set(right) - TIED.get(name, set())
+        for weight, pairs in form.layers.items():
+            assert len(pairs) == 1
+            for factor, truth in zip(pairs[0], right[weight], strict=True):
+                torch.testing.assert_close(factor, truth, rtol=1e-9, atol=1e-12, msg=lambda m, w=weight: f"{w}: {m}")
+        assert set(form.rest.values) == set(squares) - set(form.layers) - set(form.biases.values())
+        for n, value in form.rest.values.items():
+            torch.testing.assert_close(value, squares[n], rtol=1e-9, atol=1e-14)
 
 
 def test_row_major_is_g_times_a_and_column_major_a_times_g():
@@ -222,6 +245,40 @@ def test_running_average_of_the_factors():
     mixed = one.mixed(two, 0.8).layers["w"][0]
     for found, a, b in zip(mixed, one.layers["w"][0], two.layers["w"][0], strict=True):
         torch.testing.assert_close(found, 0.8 * a + 0.2 * b)
+
+
+def test_a_running_average_with_a_layer_that_only_one_of_them_met():
+    one, two = random_form(), random_form()
+    for own, new, share in ((one, Kronecker(), 0.8), (Kronecker(), two, 0.2)):
+        mixed, met = own.mixed(new, 0.8), own if own.layers else new
+        torch.testing.assert_close(mixed.quad(DELTA), share * met.quad(DELTA))
+        assert len(mixed.layers["w"]) == 1 and mixed.biases == {"w": "b"}
+
+
+def test_factors_and_a_diagonal_of_one_layer_are_solved_together():
+    form = random_form()
+    form.rest = Diagonal({"b": torch.rand(3)})
+    squares = {"w": torch.zeros(3, 4), **form.rest.values}
+    right = torch.linalg.solve(dense(form) + torch.diag(vector(squares)) + 0.3 * torch.eye(15), vector(DELTA))
+    torch.testing.assert_close(vector(form.solve(DELTA, 0.3)), right)
+
+
+def test_processes_that_met_other_experts(two):
+    """One process has the examples of one expert, the other those of another: the factors are those of one process."""
+    model, _ = make("experts")
+    x = torch.randn(40, 4)
+    best = model.gate(x).argmax(1)
+    x = torch.cat([torch.stack([a, b]) for a, b in zip(x[best == 0][:4], x[best == 1][:4], strict=True)])
+
+    def measure():
+        return fisher(model, x, structure="kronecker", chunk=2).state_dict()
+
+    alone = measure()
+    for found in two(measure):
+        assert set(found["layers"]) == set(alone["layers"]) and len(alone["layers"]) == 3
+        for weight, pairs in alone["layers"].items():
+            for factor, truth in zip(found["layers"][weight][0], pairs[0], strict=True):
+                torch.testing.assert_close(factor, truth)
 
 
 def test_the_diagonal_has_the_parameters_shapes():

@@ -148,6 +148,17 @@ def test_local_counts_allowed_outputs_and_shared_inputs_once():
     torch.testing.assert_close(omega, 2 * torch.einsum("ni,nj->ij", hidden, x) / 8)
 
 
+@pytest.mark.parametrize("name", ["adaptive depth", "experts", "siamese, side by side"])
+def test_local_takes_every_example_as_it_is_alone(name, caplog):
+    model, x = make(name)
+    alone = [sensitivity(model, x[i : i + 1], "local").values for i in range(len(x))]
+    for data, chunk in ((x, 2), (x, 7), (x.flip(0), 3)):
+        found = sensitivity(model, data, "local", chunk=chunk).values
+        for n, value in found.items():
+            torch.testing.assert_close(value, sum(one[n] for one in alone) / len(x))
+    assert not caplog.text
+
+
 def test_local_says_what_it_cannot_see(caplog):
     model, x = make("recurrent")
     omega = sensitivity(model, x, "local").values

@@ -14,7 +14,7 @@ from torch.distributions import Bernoulli as BernoulliDistribution
 from torch.distributions import Distribution, kl_divergence
 from torch.func import functional_call
 
-from everlearn.curvature.persample.engine import untouched
+from everlearn.curvature.persample.untouched import untouched
 from everlearn.likelihood import Bernoulli, Categorical, Gaussian, Likelihood
 from everlearn.params import Params, named, unwrap
 from everlearn.stream import as_task

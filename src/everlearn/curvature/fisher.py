@@ -15,8 +15,9 @@ from everlearn.batch import Batch
 from everlearn.curvature.diagonal import Diagonal
 from everlearn.curvature.full import Full
 from everlearn.curvature.kronecker import Kronecker, Pair
-from everlearn.curvature.persample.engine import PerExample, untouched
+from everlearn.curvature.persample.engine import PerExample
 from everlearn.curvature.persample.statistics import Elementwise, InFull, KroneckerFactors, Statistic
+from everlearn.curvature.persample.untouched import untouched
 from everlearn.curvature.quadratic import Form
 from everlearn.likelihood import Categorical, Likelihood
 from everlearn.params import Params, named
@@ -44,7 +45,8 @@ def fisher(
         F = mean over examples x of E over y ~ p(y | x) of [g gᵀ],   g = ∂ log p(y | x) / ∂θ
 
     Inputs come from the data, labels from the *model*. The result does not depend on the batch size; the model is left
-    exactly as it was. The whole likelihood of an example counts: that of a sequence is the sum over its tokens.
+    exactly as it was. The whole likelihood of an example counts: that of a sequence is the sum over its tokens. A complex
+    parameter has one real number, the mean of |g|², in the diagonal.
 
     Args:
         model: any module; its trainable parameters are meant.
@@ -99,6 +101,11 @@ class FisherEstimator:
                 f"The full form of {size:,} parameters would have {size**2 * 4 / 2**30:,.0f} GB; it is for up to "
                 f"{MOST_IN_FULL:,}: use structure='kronecker'."
             )
+        if self.structure == "full" and (complex_ := [n for n, p in engine.parameters.items() if p.is_complex()]):
+            raise ValueError(
+                f"structure='full' is for real parameters, and {', '.join(complex_[:3])} is complex: use 'diagonal' or 'kronecker', "
+                "or make it of a real parameter (torch.view_as_complex)."
+            )
         if examples is not None and examples < 1:
             raise ValueError(f"examples must be at least 1, got {examples}.")
         make, finish = STRUCTURES[self.structure]
@@ -150,8 +157,10 @@ def from_adam(model: nn.Module, optimizer: Optimizer) -> Diagonal:
         state = optimizer.state.get(p, {})
         second = state.get("exp_avg_sq", state.get("square_avg"))
         if second is None:
-            values[name] = torch.zeros_like(p)  # never trained, so nothing depends on it yet
+            values[name] = torch.zeros_like(p, dtype=p.dtype.to_real())  # never trained, so nothing depends on it yet
         else:
+            # Of a complex parameter torch keeps the squares of both parts, which add up to |g|².
+            second = second.real + second.imag if second.is_complex() else second
             values[name] = second.detach() / (1 - decays[id(p)] ** float(state["step"]))
     if not any(v.any() for v in values.values()):
         raise ValueError(
@@ -172,14 +181,15 @@ def _diagonal(statistic: Any, examples: int, draws: int) -> Diagonal:
 
 def _kronecker(statistic: Any, examples: int, draws: int) -> Kronecker:
     """Inputs are the same in every draw and in every column, so only the outputs' factor is a mean over draws."""
-    layers = {
-        weight: [Pair(inputs / examples, statistic.outputs[weight] / (examples * draws))]
-        for weight, inputs in statistic.inputs.items()
-    }
-    covered = {*layers, *statistic.biases.values()}
-    rest = Diagonal({n: v for n, v in statistic.rest.sums.items() if n not in covered})
-    shapes = {weight: statistic.shapes[weight] for weight in layers if len(statistic.shapes[weight]) > 2}
-    return Kronecker(layers, dict(statistic.biases), rest * (1 / (examples * draws)), shapes)
+    covered = {name for key in statistic.inputs for name in key}
+    rest = {n: v for n, v in statistic.rest.sums.items() if n in statistic.squared or n not in covered}
+    form = Kronecker(rest=Diagonal(rest) * (1 / (examples * draws)))
+    for (weight, bias), inputs in statistic.inputs.items():
+        pair = Pair(inputs / statistic.users[weight, bias], statistic.outputs[weight, bias] / (examples * draws))
+        biases = {} if bias is None else {weight: bias}
+        shapes = {weight: statistic.shapes[weight]} if len(statistic.shapes[weight]) > 2 else {}
+        form = form + Kronecker({weight: [pair]}, biases, Diagonal(), shapes)
+    return form
 
 
 def _full(statistic: Any, examples: int, draws: int) -> Full:

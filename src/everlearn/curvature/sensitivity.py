@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from everlearn import distributed
 from everlearn.batch import Batch
 from everlearn.curvature.diagonal import Diagonal
-from everlearn.curvature.persample.engine import PerExample, untouched
+from everlearn.curvature.persample.engine import PerExample
 from everlearn.curvature.persample.statistics import Elementwise
+from everlearn.curvature.persample.untouched import untouched
 from everlearn.likelihood import Gaussian
 from everlearn.stream import as_task
 
@@ -54,7 +55,7 @@ def sensitivity(model: nn.Module, data: Any, norm: Norm = "squared", chunk: int 
         for batch in task.examples(chunk or engine.chunk(task), shared=True):
             here = batch if device.type == "cpu" else batch.to(device)
             if norm == "local":
-                unseen = engine.update_locally(here.x, partial(_allowed, here), magnitudes)
+                unseen |= engine.update_locally(here.x, partial(_allowed, here), magnitudes)
             else:
                 engine.update(here.x, partial(_squared if norm == "squared" else _vector, here), magnitudes)
             examples += len(batch)

@@ -77,8 +77,9 @@ class Convolution(Operation):
 
     @property
     def factorable(self) -> bool:
-        """In two dimensions, without groups."""
-        return "weight" in self.names and self.weight.dim() == 4 and self.groups == 1 and not self.transposed
+        """In two dimensions, without groups, of real numbers."""
+        plain = self.groups == 1 and not self.transposed and not self.weight.is_complex()
+        return "weight" in self.names and self.weight.dim() == 4 and plain
 
     @property
     def features(self) -> int:

@@ -82,6 +82,10 @@ class Operation:
         """(places, values) where an example's gradient is zero but for a few rows, one entry per example and row."""
         return None
 
+    def met(self, examples: int) -> tuple[tuple[tuple[str, str], ...], int]:
+        """What an example met: the names, and how many numbers came in."""
+        return tuple(self.names.items()), self.x.numel() // examples
+
     # What Kronecker factors are made of; only for operations that are factorable.
 
     @property
@@ -136,8 +140,8 @@ class Linear(Operation):
 
     @property
     def factorable(self) -> bool:
-        """Unless transposed, where inputs and outputs would change places."""
-        return "weight" in self.names and not self.transposed
+        """Unless transposed, where inputs and outputs would change places, or complex, where a product is no outer product."""
+        return "weight" in self.names and not self.transposed and not self.x.is_complex()
 
     @property
     def features(self) -> int:

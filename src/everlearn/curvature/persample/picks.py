@@ -20,7 +20,7 @@ ALONG: dict[str, tuple[int, int | None]] = {  # where the axis is among the argu
     **dict.fromkeys(("index_add", "index_copy", "scatter", "scatter_add", "scatter_reduce"), (1, None)),
     **dict.fromkeys(("split", "split_with_sizes", "chunk", "tensor_split"), (2, 0)),
     **dict.fromkeys(("take_along_dim", "roll"), (2, None)),
-    "unbind": (1, 0), "sort": (1, -1), "topk": (2, -1),
+    "unbind": (1, 0), "sort": (1, -1), "topk": (2, -1), "repeat_interleave": (2, None),
 }  # fmt: skip
 
 
@@ -54,9 +54,25 @@ def picked(
     source = args[0] if args else kwargs.get("input")
     if not isinstance(source, Tensor) or not source.dim():
         return []
+    if name == "repeat_interleave" and _is_number(args[1] if len(args) > 1 else kwargs.get("repeats")):
+        return []  # all rows equally often
     if name in FLAT:
         return [Pick(source.numel())]
     return _along(source, *ALONG[name], args, kwargs) if name in ALONG else []
+
+
+def has_bounds(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether a call cuts a slice whose bounds are tensors, numbers that the data may have made.
+
+    >>> x = torch.zeros(2, 3)
+    >>> has_bounds("__getitem__", (x, (slice(None), slice(torch.tensor(2)))))
+    True
+    """
+    if name not in ("__getitem__", "__setitem__"):
+        return False
+    index = args[1] if isinstance(args[1], tuple) else (args[1],)
+    slices = [entry for entry in index if isinstance(entry, slice)]
+    return any(isinstance(bound, Tensor) for s in slices for bound in (s.start, s.stop, s.step))
 
 
 def count(picks: list[Pick]) -> int:

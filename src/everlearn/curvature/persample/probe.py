@@ -22,6 +22,7 @@ class Record(NamedTuple):
         operations: that use parameters, in order.
         out: the outputs.
         unknown: parameters in calls that are no operation.
+        idle: parameters in operations on no rows at all.
         picks: the axes that something was picked from.
         held: bytes of the inputs and outputs of all operations.
     """
@@ -29,8 +30,14 @@ class Record(NamedTuple):
     operations: list[Operation]
     out: Tensor
     unknown: set[str]
+    idle: set[str]
     picks: list[Pick]
     held: int
+
+    @property
+    def layers(self) -> list[Any]:
+        """What an example met of linear and convolutional layers."""
+        return [operation.met(len(self.out)) for operation in self.operations if operation.factorable]
 
 
 def first_plan(x: Any, records: list[Record]) -> Plan:
@@ -44,6 +51,7 @@ def first_plan(x: Any, records: list[Record]) -> Plan:
         several = joint.x.shape[layout.axis] // len(first.out) if layout and joint.x.dim() else 1
         operations.append((type(joint), joint.names, layout or Layout(0), several))
     uses = Counter(name for operation in first.operations for name in operation.names.values())
+    uses.update(dict.fromkeys(first.idle, 0))
     shapes = [v.shape[1:] for v in tree_leaves(x)]
     return Plan(operations, uses, general, {}, shapes, first.held // len(first.out), count(first.picks))
 
@@ -122,17 +130,22 @@ def refuse_mixing(together: Tensor, first: Tensor, second: Tensor) -> None:
 
 def close(a: Tensor, b: Tensor, dtype: torch.dtype | None = None) -> bool:
     """Equal but for the rounding of a dtype (by default their own)."""
-    return _within(a, b, max(1e-3, 20 * torch.finfo(dtype or a.dtype).eps) if a.is_floating_point() else 0)
+    return _within(a, b, _rounding(dtype or a.dtype, 20, at_least=1e-3))
 
 
 def same(a: Tensor, b: Tensor) -> bool:
     """Equal but for the order of additions, as the results of the same calls on the same data are."""
-    return _within(a, b, min(1e-2, 100 * torch.finfo(a.dtype).eps) if a.is_floating_point() else 0)
+    return _within(a, b, min(1e-2, _rounding(a.dtype, 100)))
+
+
+def _rounding(dtype: torch.dtype, times: float, at_least: float = 0.0) -> float:
+    """So many times what a number of this dtype is rounded by; 0 for whole numbers."""
+    return max(at_least, times * torch.finfo(dtype).eps) if dtype.is_floating_point or dtype.is_complex else 0.0
 
 
 def _within(a: Tensor, b: Tensor, rounding: float) -> bool:
     if a.shape != b.shape:
         return False
-    if not a.is_floating_point():
+    if not (a.is_floating_point() or a.is_complex()):
         return torch.equal(a, b)
     return bool((a - b).abs().max() <= rounding * b.abs().max() + 1e-30) if a.numel() else True

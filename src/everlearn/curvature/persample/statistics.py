@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from everlearn import distributed
 from everlearn.curvature.persample.operations import Operation, Pieces
-from everlearn.params import Params, wide
+from everlearn.params import Params, squared_size, wide
 
 
 class Use(NamedTuple):
@@ -23,10 +24,15 @@ class Use(NamedTuple):
 
 
 class Statistic(Protocol):
-    """Takes per-example gradients, a parameter at a time."""
+    """Takes per-example gradients, a parameter at a time.
 
-    def begin_chunk(self, pairs: dict[str, str | None]) -> None:
-        """A chunk begins; ``pairs`` are the weights that have Kronecker factors, with the biases that go with them."""
+    ``counts_uses`` says whether it matters by how many uses of a parameter a gradient came about.
+    """
+
+    counts_uses: bool
+
+    def begin_run(self, pairs: dict[str, str | None]) -> None:
+        """What arrives now is of one forward pass; ``pairs`` are its weights with Kronecker factors, and the biases with them."""
 
     def arrive(self, name: str, uses: list[Use]) -> None:
         """All uses of a parameter in one backward pass, of all examples of a chunk."""
@@ -48,17 +54,21 @@ class Elementwise:
     """Σ over examples of f(gradient), element by element, where f is the square or the absolute value.
 
     Both are multiplicative, f(a b) = f(a) f(b), so a linear layer with one position needs no gradient per example at
-    all: Σₙ f(dₙ xₙᵀ) = f(D)ᵀ f(X). Over several backward passes f(D) is summed first.
+    all: Σₙ f(dₙ xₙᵀ) = f(D)ᵀ f(X). Over several backward passes f(D) is summed first. Of complex gradients |g|² is taken.
     """
 
-    def __init__(self, parameters: Params, squared: bool = True) -> None:
-        self.sums = {name: torch.zeros_like(p, dtype=wide(p)) for name, p in parameters.items()}
-        self._squared = squared
-        self._f = torch.square if squared else torch.abs
-        self._in_place = torch.square_ if squared else torch.abs_
-        self._waiting: dict[str, tuple[Tensor, Tensor, bool]] = {}
+    counts_uses = False
 
-    def begin_chunk(self, pairs: dict[str, str | None]) -> None:
+    def __init__(self, parameters: Params, squared: bool = True) -> None:
+        self.sums = {name: torch.zeros_like(p, dtype=wide(p).to_real()) for name, p in parameters.items()}
+        self._squared = squared
+        self._f = squared_size if squared else torch.abs
+        self._in_place = torch.square_ if squared else torch.abs_
+        self._waiting: dict[
+            tuple[str, int], tuple[Tensor, Tensor, bool]
+        ] = {}  # by name and operation: there are several runs
+
+    def begin_run(self, pairs: dict[str, str | None]) -> None:
         """Nothing to do."""
 
     def arrive(self, name: str, uses: list[Use]) -> None:
@@ -66,10 +76,11 @@ class Elementwise:
         operation, role, pieces = uses[0]
         if len(uses) == 1 and (outer := operation.outer(role, pieces)) is not None:
             d, x, transposed = outer[0].to(wide(outer[0])), *outer[1:]
-            if name in self._waiting:
-                self._waiting[name][0].add_(self._f(d))
+            key = name, id(operation)
+            if key in self._waiting:
+                self._waiting[key][0].add_(self._f(d))
             else:
-                self._waiting[name] = self._f(d), x, transposed
+                self._waiting[key] = self._f(d), x, transposed
         elif len(uses) == 1 and (sparse := operation.sparse(role, pieces)) is not None:
             self.sums[name].index_add_(0, sparse[0], self._f(sparse[1].to(wide(sparse[1]))))
         else:
@@ -79,7 +90,9 @@ class Elementwise:
     def add(self, name: str, gradients: Tensor) -> None:
         """Sum what is given in full."""
         gradients = gradients.to(wide(gradients))
-        if len(gradients) == 1:
+        if gradients.is_complex():
+            self.sums[name].add_(self._f(gradients).sum(0))
+        elif len(gradients) == 1:
             g = gradients[0]
             self.sums[name].addcmul_(g, g if self._squared else g.sign())
         else:
@@ -90,9 +103,9 @@ class Elementwise:
 
     def end_chunk(self) -> None:
         """The one product per linear layer that was put off."""
-        for name, (d, x, transposed) in self._waiting.items():
+        for (name, _), (d, x, transposed) in self._waiting.items():
             target = self.sums[name].t() if transposed else self.sums[name]
-            target.addmm_(d.t(), self._f(x.to(d.dtype)))
+            target.addmm_(d.t(), self._f(x.to(wide(x))).to(d.dtype))
         self._waiting.clear()
 
     def add_up(self) -> None:
@@ -105,13 +118,15 @@ class InFull:
     parameters, their sum of products from then on.
     """
 
+    counts_uses = False
+
     def __init__(self, parameters: Params) -> None:
         self.shapes = {name: tuple(p.shape) for name, p in parameters.items()}
         self.rows: Tensor | None = None
         self.matrix: Tensor | None = None
         self._parts: dict[str, list[Tensor]] = {}
 
-    def begin_chunk(self, pairs: dict[str, str | None]) -> None:
+    def begin_run(self, pairs: dict[str, str | None]) -> None:
         """Nothing to do."""
 
     def arrive(self, name: str, uses: list[Use]) -> None:
@@ -153,25 +168,33 @@ class InFull:
         distributed.add_up([self.matrix])
 
 
+Key = tuple[str, str | None]  # a weight, and the bias that goes with it
+
+
 class KroneckerFactors:
     """Σ of a aᵀ over the inputs and Σ of d dᵀ over the output gradients of linear and convolutional layers; squares for
     all other parameters. Positions within an example count as examples of their own ("expand").
 
         F ≈ G ⊗ A,   A = mean over examples and positions of a aᵀ,   G = mean over examples of Σ over positions of d dᵀ
 
-    a has a 1 appended where the layer has a bias.
+    a has a 1 appended where the layer has a bias. A is a mean over the examples that use the layer: to those that do not, such
+    as those that go to another expert, it has no input. Each example counts as it does alone, so a parameter may have factors
+    by some examples and squares by others.
     """
 
+    counts_uses = True
+
     def __init__(self, parameters: Params) -> None:
-        self.inputs: Params = {}
-        self.outputs: Params = {}
-        self.biases: dict[str, str] = {}
+        self.inputs: dict[Key, Tensor] = {}
+        self.outputs: dict[Key, Tensor] = {}
+        self.users: dict[Key, int] = {}  # examples that use the layer
         self.rest = Elementwise(parameters)
+        self.squared: set[str] = set()  # what has squares
         self.shapes = {name: tuple(p.shape) for name, p in parameters.items()}
         self._pairs: dict[str, str | None] = {}
-        self._seen: set[str] = set()
+        self._seen: set[int] = set()
 
-    def begin_chunk(self, pairs: dict[str, str | None]) -> None:
+    def begin_run(self, pairs: dict[str, str | None]) -> None:
         """Which weights have factors."""
         self._pairs = pairs
 
@@ -180,24 +203,25 @@ class KroneckerFactors:
         if name in self._pairs.values():
             return
         if name not in self._pairs:
+            self.squared.add(name)
             self.rest.arrive(name, uses)
-        else:
-            d = torch.cat([use.operation.output_rows(use.pieces) for use in uses])
-            d = d.to(wide(d))
-            self.outputs[name] = self.outputs.get(name, 0) + d.t() @ d
-            if name not in self._seen:  # the inputs are the same in every backward pass
-                self._seen.add(name)
-                self._add_inputs(name, uses)
+            return
+        key = name, self._pairs[name]
+        d = torch.cat([use.operation.output_rows(use.pieces) for use in uses])
+        d = d.to(wide(d))
+        self.outputs[key] = self.outputs.get(key, 0) + d.t() @ d
+        if id(uses[0].operation) not in self._seen:  # the inputs are the same in every backward pass
+            self._seen.add(id(uses[0].operation))
+            self._add_inputs(key, uses)
 
-    def _add_inputs(self, name: str, uses: list[Use]) -> None:
+    def _add_inputs(self, key: Key, uses: list[Use]) -> None:
         operation, examples = uses[0].operation, len(uses[0].pieces[0])
-        features, bias = operation.features, self._pairs[name]
-        if name not in self.inputs:
+        features, bias = operation.features, key[1]
+        if key not in self.inputs:
             size = features + (bias is not None)
-            self.inputs[name] = operation.x.new_zeros(size, size, dtype=wide(operation.x))
-            if bias is not None:
-                self.biases[name] = bias
-        total = self.inputs[name]
+            self.inputs[key] = operation.x.new_zeros(size, size, dtype=wide(operation.x))
+        self.users[key] = self.users.get(key, 0) + examples
+        total = self.inputs[key]
         positions = sum(use.operation.positions(use.pieces) for use in uses)
         for use in uses:
             for rows in use.operation.input_rows(use.pieces):
@@ -211,6 +235,7 @@ class KroneckerFactors:
 
     def add(self, name: str, gradients: Tensor) -> None:
         """Parameters whose uses are not recognised have squares."""
+        self.squared.add(name)
         self.rest.add(name, gradients)
 
     def end_backward(self) -> None:
@@ -222,8 +247,20 @@ class KroneckerFactors:
         self.rest.end_chunk()
 
     def add_up(self) -> None:
-        """Of all processes."""
-        distributed.add_up([*self.inputs.values(), *self.outputs.values()])
+        """Of all processes, each of which may have met other layers."""
+        sizes = {key: (len(a), len(self.outputs[key])) for key, a in self.inputs.items()}
+        users = Counter[Key]()
+        for known, met, squared in distributed.every((sizes, self.users, self.squared)):
+            users.update(met)
+            self.squared |= squared
+            for key, (inputs, outputs) in known.items():
+                if key not in self.inputs:
+                    like = self.rest.sums[key[0]]
+                    self.inputs[key] = like.new_zeros(inputs, inputs)
+                    self.outputs[key] = like.new_zeros(outputs, outputs)
+        self.users = dict(users)
+        keys = sorted(self.inputs, key=str)  # in one order everywhere
+        distributed.add_up([*(self.inputs[key] for key in keys), *(self.outputs[key] for key in keys)])
         self.rest.add_up()
 
 

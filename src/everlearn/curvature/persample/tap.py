@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from everlearn.curvature.persample.convolution import Convolution, same_padding, spread
 from everlearn.curvature.persample.operations import Broadcast, Embedding, Expansion, Linear, Norm, Operation
-from everlearn.curvature.persample.picks import Pick, picked
+from everlearn.curvature.persample.picks import Pick, has_bounds, picked
 from everlearn.params import Params
 
 Call = Callable[..., Any]
@@ -34,6 +34,10 @@ ARITHMETIC = {
 }
 IN_PLACE = {Tensor.add_, Tensor.__iadd__, Tensor.mul_, Tensor.__imul__}
 WRITES = re.compile(r"__setitem__|__i\w+__|\w*[^_]_|numpy|__array__|__dlpack__")  # or hands out its memory for it
+READS = {
+    *("item", "tolist", "numpy", "__array__", "__dlpack__", "__contains__", "is_nonzero", "equal", "allclose"),
+    *("__bool__", "__int__", "__float__", "__complex__", "__index__"),
+}  # numbers of Python, on which the rest of the forward pass may depend
 MADE_OF_NUMBERS = {"arange", "zeros", "ones", "full", "eye"}  # torch.tensor may be given numbers read from the data
 PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm}
 TURNED = {Tensor.t, torch.t, Tensor.T.__get__, Tensor.mT.__get__}  # type: ignore[attr-defined]
@@ -53,6 +57,7 @@ class Tap(TorchFunctionMode):
         super().__init__()
         self.meet, self.unknown = meet, set[str]()
         self.picks: list[Pick] = []
+        self.reads: list[str] = []  # calls that read numbers of the data
         self._known = {id(p): (name, False) for name, p in parameters.items()}  # False: as it is, True: transposed
         self._alive: list[Tensor] = []  # transposed views, kept so that their ids stay theirs
         self._constant: dict[int | None, Tensor] = {
@@ -64,6 +69,8 @@ class Tap(TorchFunctionMode):
         used = [*_tensors((args, kwargs))]
         met = {self._known[id(t)][0] for t in used if id(t) in self._known}
         self.picks += picked(func, args, kwargs, self.is_constant)
+        if (name := getattr(func, "__name__", "")) in READS or has_bounds(name, args):
+            self.reads += [name] if not all(map(self.is_constant, used)) else []
         if not met:
             return self._followed(func, used, kwargs, func(*args, **kwargs))
         if not torch.is_grad_enabled():  # inside a custom function: its backward pass is not made of what is seen here

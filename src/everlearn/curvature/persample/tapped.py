@@ -23,6 +23,7 @@ class Plan(NamedTuple):
         shapes: of one example's inputs.
         held: bytes of the inputs and outputs of all operations, for one example.
         picks: how often something was picked from an axis, other than by slices.
+        steady: whether two examples meet the layers together as each does alone.
     """
 
     operations: list[tuple[type[Operation], dict[str, str], Layout, int]]
@@ -32,6 +33,7 @@ class Plan(NamedTuple):
     shapes: list[torch.Size]
     held: int = 0
     picks: int = 0
+    steady: bool = True
 
     @property
     def shared(self) -> set[str]:
@@ -45,13 +47,25 @@ class Plan(NamedTuple):
 
 
 class Tapped(NamedTuple):
-    """A forward pass with its taps."""
+    """A forward pass with its taps.
+
+    Args:
+        root: what backward passes run towards.
+        outputs: of the model, after what layers hand to others where that is asked for.
+        statistic: what receives the uses.
+        plan: that it followed.
+        waiting: uses of parameters of which more are to come.
+        layers: what an example met of linear and convolutional layers.
+        reads: calls that made numbers of Python of the data.
+    """
 
     root: Tensor
     outputs: list[Tensor]
     statistic: Statistic
     plan: Plan
     waiting: defaultdict[str, list[Use]]
+    layers: list[Any]
+    reads: list[str]
 
     def listen(self, y: Tensor, operation: Operation, examples: int) -> Tensor:
         """Have the gradient of y handed to the statistic in every backward pass."""
