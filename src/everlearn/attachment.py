@@ -73,19 +73,18 @@ class Attachment:
             model.register_forward_hook(self._passed, with_kwargs=True),
         ]
 
-    def see(self, x: Any, y: Tensor | None = None, *, epoch: int = 0, out: Tensor | None = None) -> None:
+    def see(self, x: Any, y: Tensor | None = None, *, out: Tensor | None = None) -> None:
         """Tell of the micro-batch that goes through the model next.
 
         Args:
             x: its inputs, or a ``Batch``.
             y: its labels.
-            epoch: the pass over the data; memories take examples in the first.
             out: what the model has said to it, where that is known.
         """
         if self.method.of_parameters:
             return
         if not isinstance(x, Batch):
-            x = Batch(x, None if y is None else self.likelihood.labels(y), likelihood=self.likelihood, epoch=epoch)
+            x = Batch(x, None if y is None else self.likelihood.labels(y), likelihood=self.likelihood)
         self._seen.append(Seen(x))
         if out is not None:
             self._note(self._seen[-1], out)

@@ -37,7 +37,7 @@ class Batch:
         t: the task of each example.
         allowed: which class (column) an example of which task (row) may be given; None for all.
         likelihood: what the model's outputs mean.
-        epoch: the pass over the task's data that this batch belongs to.
+        epoch: the pass over the task's data that this batch belongs to, for progress bars and messages.
         raw: the inputs before augmentation, where there is any.
         transform: the augmentation, for examples that are seen again.
     """
@@ -114,6 +114,14 @@ class Batch:
     def weight(self) -> float:
         """How many labels the loss is a mean over."""
         return float(len(self) if self.y is None else self.likelihood.weight(self.y))
+
+    def labeled_rows(self) -> Tensor | None:
+        """A mask of the examples that have a label which counts; None where all have."""
+        counted = self.likelihood.counted(self.y)
+        if counted is None:
+            return None
+        rows = counted.flatten(1).any(1)
+        return None if rows.all() else rows
 
     def labels(self) -> Tensor:
         """The labels, which a loss needs."""

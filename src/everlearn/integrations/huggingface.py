@@ -63,7 +63,6 @@ class Continual(TrainerCallback):  # type: ignore[misc]
         self._attached: Attachment | None = None
         self._hooks: list[Any] = []
         self._learned = Task()
-        self._epoch = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Begin the task, or go on with it, and into the optimizer's steps."""
@@ -87,10 +86,6 @@ class Continual(TrainerCallback):  # type: ignore[misc]
             model.model.register_forward_pre_hook(self._attached.before_pass, with_kwargs=True),
             model.model.register_forward_hook(self._passed, with_kwargs=True),
         ]
-
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Which pass it is."""
-        self._epoch = int(state.epoch or 0)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Consolidate; checkpoints were written before that."""
@@ -126,7 +121,7 @@ class Continual(TrainerCallback):  # type: ignore[misc]
             return
         if model.training and torch.is_grad_enabled():
             x, y = pair(model, {name: v for name, v in kwargs.items() if isinstance(v, Tensor) and v.dim()})
-            self._attached.see(x, y, epoch=self._epoch, out=said)
+            self._attached.see(x, y, out=said)
 
 
 class Pairs:

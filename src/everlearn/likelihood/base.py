@@ -35,6 +35,10 @@ class Likelihood(ABC):
         """How many labels the loss of a batch with these is a mean over."""
         return len(y)
 
+    def label_count(self, out: Tensor, y: Tensor | None = None) -> int:
+        """How many labels the loss of these outputs is a mean over; without labels, as many as they could have."""
+        return len(out) if y is None else self.weight(y)
+
     @abstractmethod
     def labels(self, y: Tensor) -> Tensor:
         """The labels in the dtype this likelihood needs, or an error that says what they should be."""

@@ -65,8 +65,12 @@ class Categorical(Likelihood):
         return (hit & counted).flatten(1).sum(1) / counted.flatten(1).sum(1).clamp(min=1)
 
     def weight(self, y: Tensor) -> int:
-        """Examples, or tokens that are not ignored."""
-        return len(y) if y.dim() == 1 else int((y != -100).sum())
+        """Labels, of examples or of tokens, that are not ignored."""
+        return int((y != -100).sum())
+
+    def label_count(self, out: Tensor, y: Tensor | None = None) -> int:
+        """A label for every row of outputs, or those that are not ignored."""
+        return out[..., 0].numel() if y is None else self.weight(y)
 
     def labels(self, y: Tensor) -> Tensor:
         """Class numbers as int64."""
