@@ -34,6 +34,17 @@ def test_categorical_counts_tokens_and_ignores_padding():
     torch.testing.assert_close(Categorical().score(out, y), torch.stack([right[0, :2].mean(), right[1].mean()]))
 
 
+@pytest.mark.parametrize("shape", [(7,), (7, 3)])
+def test_the_weight_is_how_many_labels_the_loss_is_a_mean_over(shape):
+    out, y = torch.randn(*shape, 5), torch.randint(5, shape)
+    y[2:5] = -100
+    sum_of_losses = F.cross_entropy(out.flatten(0, -2), y.flatten(), reduction="sum")
+    torch.testing.assert_close(Categorical().loss(out, y) * Categorical().weight(y), sum_of_losses)
+    assert Categorical().label_count(out, y) == Categorical().weight(y) == int((y != -100).sum())
+    assert Categorical().label_count(out) == y.numel()
+    assert Gaussian().label_count(out) == Bernoulli().label_count(out) == 7
+
+
 def test_gaussian_and_bernoulli_are_log_likelihoods():
     out, y = torch.randn(4, 3), torch.randn(4, 3)
     normal = torch.distributions.Normal(out, 0.5**0.5)

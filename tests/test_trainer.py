@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import everlearn
-from everlearn import L2, Gaussian, Method, Task, evaluate, nets, run, streams, train
+from everlearn import L2, Gaussian, LwF, Method, Task, evaluate, nets, run, streams, train
 
 X = torch.randn(64, 5, generator=torch.Generator().manual_seed(0))
 Y = (X[:, 0] > 0).long()
@@ -342,3 +342,33 @@ def test_progress_bars_show_loss_on_demand(capsys):
     assert "task 0" in capsys.readouterr().err
     train(linear(), Method(), (X, Y), iterations=2)
     assert capsys.readouterr().err == "", "not on a terminal"
+
+
+@pytest.mark.parametrize("kind", [Method, LwF])
+def test_accumulated_gradients_do_not_count_ignored_labels(kind):
+    """Micro-batches with unequal shares of ignored labels make the step of the whole batch."""
+    x, y = torch.randn(16, 5).double(), torch.arange(16) % 2
+    y[8:15] = -100
+    ends = []
+    for parts in (1, 4):
+        torch.manual_seed(0)
+        model, method = nn.Linear(5, 2).double(), kind()
+        train(model, method, Task([(x[:8], y[:8])], id=0), optimizer=sgd)
+        train(model, method, Task([(x, y)], id=1), epochs=3, optimizer=sgd, accumulate=parts)
+        ends.append(model)
+    for a, b in zip(*(m.parameters() for m in ends), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_examples_whose_labels_are_ignored_are_not_scored():
+    model = linear()
+    right = (model(X).argmax(1) == Y).float()
+    y = torch.where(torch.arange(64) < 20, -100, Y)
+    assert evaluate(model, Method(), Task(test=(X, y)), batch_size=7)[0] == pytest.approx(right[20:].mean().item())
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_batch_without_a_label_that_counts_is_told(parts):
+    y = torch.full_like(Y, -100)
+    with pytest.raises(FloatingPointError, match="none of the batch's labels counts"):
+        train(linear(), Method(), [(X, y)], accumulate=parts)

@@ -123,6 +123,8 @@ def test_auxiliary_targets(learned):
         for c, o in zip(y.tolist(), old.tolist(), strict=True)
     ]
     assert method.targets(y, old).tolist() == truth
+    ignored = torch.tensor([-100, 7, -100])
+    assert method.targets(ignored, torch.tensor([False, False, True])).tolist() == [-100, 1, -100]
 
 
 @pytest.mark.parametrize(

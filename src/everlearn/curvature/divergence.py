@@ -70,7 +70,9 @@ def predictive_kl(
     likelihood: Likelihood | None = None,
     chunk: int = 256,
 ) -> Tensor:
-    """Mean over examples of the KL divergence between what the model predicts now and what it would after a step δ.
+    """Mean over labels of the KL divergence between what the model predicts now and what it would after a step δ.
+
+    Labels are counted as in ``fisher``: one for each example, or for each token; those of -100 are left out.
 
     Args:
         model: any module; left as it was.
@@ -95,9 +97,9 @@ def predictive_kl(
             apart = output_kl(meaning, p, q, here.allowed_rows)
             counted = meaning.counted(here.y)
             parts.append((apart if counted is None else apart * counted).sum())
-            count += len(batch)
+            count += meaning.label_count(p, here.y)
     if not count:
-        raise ValueError(f"{task} has no examples to take the divergence on.")
+        raise ValueError(f"{task} has no examples to take the divergence on, or all its labels are ignored.")
     return torch.stack(parts).sum() / count
 
 

@@ -150,9 +150,13 @@ class ExpandableRepresentation(Replay):
         return loss + self.auxiliary * F.cross_entropy(self._live.auxiliary(seen), self.targets(batch.labels(), old))
 
     def targets(self, y: Tensor, old: Tensor) -> Tensor:
-        """The auxiliary head's: 0 for examples of earlier tasks and classes known before, else 1 + the place among the new."""
+        """The auxiliary head's: 0 for examples of earlier tasks and classes known before, else 1 + the place among the new.
+
+        Labels that are ignored (-100) stay so.
+        """
         new = torch.tensor(self.new, device=y.device)
-        return torch.where(old, 0, ((y[:, None] == new) * torch.arange(1, len(new) + 1, device=y.device)).sum(1))
+        known = torch.where(old, 0, ((y[:, None] == new) * torch.arange(1, len(new) + 1, device=y.device)).sum(1))
+        return torch.where(y == -100, y, known)
 
     def observe(self, batch: Batch, out: Tensor) -> None:
         """Nothing: the memory is filled when the task ends, with features that are learned."""
@@ -303,6 +307,8 @@ class ExpandableRepresentation(Replay):
         """The features of all the task's examples, and what the memory may keep of each."""
         device, found, kept = next(inner.parameters()).device, [], []
         for batch in as_task(task).examples(CHUNK):
+            rows = batch.labeled_rows()
+            batch = batch if rows is None else batch[rows]
             found.append(live.all_features(inner, batch.to(device).x))
             kept.append(self.columns(batch, batch.labels()))
         if not kept:

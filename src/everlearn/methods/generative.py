@@ -168,7 +168,7 @@ class GenerativeReplay(Method):
                 t = None if batch.t is None else torch.full((len(x),), k, device=x.device)
                 loss = batch.like(x, y, t).loss(out)
             else:
-                apart = softened_kl(target[:, old], out[:, old], out[:, new], self.temperature)
+                apart = softened_kl(target[:, old], out[:, old], out[:, new], self.temperature).sum()
                 loss = self.temperature * self.temperature * apart / len(x)
             total = total + times * loss
         count = max(1, sum(times for _, _, times, _ in asked))

@@ -80,7 +80,8 @@ def _score(
             raise explain_error(error, task, here, first=not count) from error
         check_outputs(task, here, out)
         total += here.score(out).sum().item()
-        count += len(here)
+        rows = here.labeled_rows()  # examples without a label that counts are not scored
+        count += len(here) if rows is None else int(rows.sum())
     total, count = distributed.total(total), int(distributed.total(count))
     if not count:
         raise ValueError(

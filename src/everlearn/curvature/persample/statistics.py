@@ -157,9 +157,9 @@ class KroneckerFactors:
     """Σ of a aᵀ over the inputs and Σ of d dᵀ over the output gradients of linear and convolutional layers; squares for
     all other parameters. Positions within an example count as examples of their own ("expand").
 
-        F ≈ G ⊗ A,   A = mean over examples and positions of a aᵀ,   G = mean over examples of Σ over positions of d dᵀ
+        F ≈ G ⊗ A,   A = mean over examples and positions of a aᵀ,   G = (1/N) Σ over examples and positions of d dᵀ
 
-    a has a 1 appended where the layer has a bias.
+    N is the number of labels. a has a 1 appended where the layer has a bias.
     """
 
     def __init__(self, parameters: Params) -> None:
