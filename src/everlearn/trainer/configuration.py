@@ -102,8 +102,8 @@ def data_of(stream: Stream) -> str | None:
 
 
 def _content(task: Task) -> dict[str, Any]:
-    """What a task is made of; the planned steps are the trainer's."""
-    return {f.name: getattr(task, f.name) for f in fields(task) if f.name != "steps"}
+    """What a task is made of; the planned steps are the trainer's, and the data are renumbered already."""
+    return {f.name: getattr(task, f.name) for f in fields(task) if f.name not in ("steps", "labels")}
 
 
 def _name(thing: Any) -> str | None:
