@@ -17,7 +17,8 @@ Group = dict[str, list[Result]]  # a method's results, one per seed
 def table(results: Iterable[Result]) -> str:
     """For each stream and scenario a table of methods and metrics, mean ± standard deviation over seeds."""
     return "\n\n".join(
-        f"{stream}, {scenario}-incremental ({_unit(group)}, mean ± std over seeds)\n" + _metrics(group)
+        f"{stream}, {scenario}-incremental ({_unit(group)}, mean ± std over seeds; average: over tasks, overall: over all test "
+        "examples)\n" + _metrics(group)
         for (stream, scenario), group in _groups(results).items()
     )
 
@@ -107,7 +108,18 @@ def _metrics(group: Group) -> str:
     """Tables narrow enough for a terminal: what was reached, what it cost, and how that grew where it did."""
     joint = {_setting(r): r for rs in group.values() for r in rs if r.config["method"] == "joint"}
     reached = [
-        ["method", "seeds", "average", "forgetting", "learning", "incremental", "backward", "forward", "intransigence"]
+        [
+            "method",
+            "seeds",
+            "average",
+            "overall",
+            "forgetting",
+            "learning",
+            "incremental",
+            "backward",
+            "forward",
+            "intransigence",
+        ]
     ]
     told = list(dict.fromkeys(name for rs in group.values() for r in rs for name in _told(r)))
     spent = [["method", "train s", "consolidate s", "evaluate s", "peak MB", "parameters", "state KB", *told]]
@@ -116,7 +128,7 @@ def _metrics(group: Group) -> str:
         reached.append([
             method, str(len({r.config.get("seed") for r in rs})),
             *(_spread([getattr(r, metric) for r in rs], name) for metric in (
-                "average_accuracy", "forgetting", "learning_accuracy", "average_incremental_accuracy",
+                "average_accuracy", "overall_accuracy", "forgetting", "learning_accuracy", "average_incremental_accuracy",
                 "backward_transfer", "forward_transfer")),
             _spread(against, name),
         ])  # fmt: skip

@@ -19,7 +19,6 @@ from everlearn.stream import Split, Task
 from everlearn.trainer.training import device_of
 
 
-@torch.no_grad()
 def evaluate(
     model: nn.Module,
     method: Method,
@@ -39,6 +38,21 @@ def evaluate(
         split: which of the task's data.
         batch_size: examples per forward pass.
     """
+    counted = evaluate_and_count(model, method, tasks, allowed=allowed, split=split, batch_size=batch_size)
+    return [score for score, _ in counted]
+
+
+@torch.no_grad()
+def evaluate_and_count(
+    model: nn.Module,
+    method: Method,
+    tasks: Any,
+    *,
+    allowed: Tensor | None = None,
+    split: Split = "test",
+    batch_size: int = 1024,
+) -> list[tuple[float, int]]:
+    """Mean score on each task as ``evaluate`` gives it, and the number of examples that it is a mean of."""
     exams = _exams(tasks)
     if allowed is None and (tables := [t.allowed for t in exams if t.allowed is not None]):
         allowed = reduce(torch.logical_or, tables)
@@ -68,7 +82,7 @@ def outputs_of(model: nn.Module, x: Any, name: str = "") -> int:
 
 def _score(
     model: nn.Module, method: Method, task: Task, allowed: Tensor | None, split: Split, batch_size: int
-) -> float:
+) -> tuple[float, int]:
     total, count, device = 0.0, 0, device_of(model)
     for batch in task.examples(batch_size, split, shared=True):
         here = Batch(batch.x, batch.y, batch.t, allowed, batch.likelihood).to(device)
@@ -89,7 +103,7 @@ def _score(
         )
     if not math.isfinite(total):
         raise FloatingPointError(f"The score on {task} is {total}: its {split} targets are not all finite numbers.")
-    return total / count
+    return total / count, count
 
 
 def _exams(tasks: Any) -> list[Task]:
