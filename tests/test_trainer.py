@@ -322,6 +322,27 @@ def test_regression_is_learned_too():
     assert -1e-3 < result.average_accuracy <= 0 and "average minus squared error -" in str(result)
 
 
+@pytest.mark.parametrize("chunk", [None, 40])
+def test_joint_training_takes_the_steps_of_all_tasks_together(chunk, small_net, small_stream):
+    class Steps(Method):
+        taken = 0
+
+        def after_step(self, model):
+            Steps.taken += 1
+
+    stream = small_stream("class") if chunk is None else streams.online(small_stream("class"), chunk=chunk)
+    taken = []
+    for learned in (stream, stream.joint()):
+        Steps.taken = 0
+        found = run(small_net, Steps(), learned, iterations=7)
+        taken.append(Steps.taken)
+    assert taken == [7 * len(stream)] * 2
+    assert found.config["training"]["iterations"] == 7 * len(stream) and found.config["stream"]["merged"] == len(stream)
+    before = Steps.taken
+    train(small_net(64, 6), Steps(), stream.joint()[0], iterations=7)  # one task of one's own is as long as one says
+    assert Steps.taken - before == 7
+
+
 def test_costs_are_counted(small_net, small_stream):
     result = run(small_net, L2(), small_stream())
     assert set(result.cost["seconds"]) == {"train", "consolidate", "evaluate"} and result.seconds > 0

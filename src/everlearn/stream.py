@@ -236,6 +236,7 @@ class Stream:
         outputs: how many outputs a model needs.
         settings: what the stream was made from, for the result's configuration.
         once: whether the data are meant to be seen in a single pass.
+        merged: how many tasks were merged into one by ``joint``, whose training takes as many steps as theirs together.
 
     >>> from everlearn import streams
     >>> stream = streams.digits(scenario="class")
@@ -251,6 +252,7 @@ class Stream:
     outputs: int = 0
     settings: dict[str, Any] = field(default_factory=dict)
     once: bool = False
+    merged: int = 1
 
     def __post_init__(self) -> None:
         if not self.tasks:
@@ -275,7 +277,8 @@ class Stream:
         everything = join([t.train for t in self.tasks], [0 if t.id is None else t.id for t in self.tasks])
         task = replace(last, train=everything, test=None, valid=None, id=0, name="all tasks", steps=None)
         task.labels = {} if self.scenario == "domain" else {o: c for t in self.tasks for o, c in t.labels.items()}
-        return replace(self, tasks=[task], exams=self.exams, settings={**self.settings, "joint": True})
+        settings = {**self.settings, "joint": True}
+        return replace(self, tasks=[task], exams=self.exams, settings=settings, merged=self.merged * len(self.tasks))
 
     def first(self, tasks: int) -> Stream:
         """The first tasks alone, to choose hyper-parameters on before the others are known.

@@ -95,10 +95,15 @@ def _variants(results: Sequence[Result]) -> list[list[str]]:
 
 
 def _facts(result: Result) -> dict[str, Any]:
-    """What all seeds of one setting have in common."""
+    """What all seeds of one setting have in common, joint training on the same stream included."""
     training = dict(result.config.get("training", {}))
     groups = training.pop("groups", [{}])
-    stream = {k: v for k, v in result.config.get("stream", {}).items() if k not in ("seed", "class_order", "joint")}
+    stream = dict(result.config.get("stream", {}))
+    joint = stream.pop("joint", False)
+    merged = stream.pop("merged", stream.get("tasks", 1) if joint else 1)
+    if steps := training.get("iterations"):  # joint training's are those of all its tasks
+        training["iterations"] = steps / merged if steps % merged else steps // merged
+    stream = {k: v for k, v in stream.items() if k not in ("seed", "class_order")}
     text = str(result.config.get("model"))
     model = f"{text.split('(')[0]}-{hashlib.blake2b(text.encode(), digest_size=2).hexdigest()}"
     return {**training, **(groups[0] if len(groups) == 1 else {"groups": groups}), **stream, "model": model}

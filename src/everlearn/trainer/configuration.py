@@ -63,7 +63,12 @@ def configuration(
         for group in made.param_groups
     ]
     return {
-        "stream": {"name": stream.name, **stream.settings, "tasks": len(stream.exams)},
+        "stream": {
+            "name": stream.name,
+            **stream.settings,
+            **({"merged": stream.merged} if stream.merged > 1 else {}),
+            "tasks": len(stream.exams),
+        },
         "scenario": stream.scenario,
         "score": stream.exams[0].likelihood.score_name,
         "method": "joint" if joint and type(method) is Method else label(method) + (" on joint" if joint else ""),
