@@ -75,6 +75,16 @@ class Isolation(Method):
         self.own = [*self.own[: len(self.tasks) - 1], own]
         self.open = self._loaded = False
 
+    def extra_parameters(self, model: nn.Module) -> int:
+        """Those of the method, and what each earlier task has for itself."""
+        return super().extra_parameters(model) + self.count_own(model)
+
+    def count_own(self, model: nn.Module) -> int:
+        """Parameters that earlier tasks have for themselves; those of the last task are in the model."""
+        names = {name for name, _ in unwrap(model).named_parameters()}
+        earlier = self.own[: max(0, len(self.tasks) - 1)]
+        return sum(v.numel() for own in earlier for name, v in own.items() if name in names)
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what a method of the same kind had learned; the next ``begin_task`` puts it to work."""
         super().load_state_dict(state)

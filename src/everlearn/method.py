@@ -161,6 +161,14 @@ class Method:
         """Trainable tensors of the method itself; most have none."""
         return ()
 
+    def extra_parameters(self, model: nn.Module) -> int:
+        """How many parameters prediction needs beyond those of the model; by default all of ``parameters()``.
+
+        Added units, columns, extractors and what each task has for itself count; what serves training alone, such as a
+        memory, a teacher or a generator, does not: it is state.
+        """
+        return sum(p.numel() for p in self.parameters())
+
     def facts(self) -> dict[str, float]:
         """Numbers about itself that a result keeps after every task, such as the share of its capacity in use."""
         return {}
@@ -298,6 +306,10 @@ class Chain(Method):
         """Those of all."""
         return [p for m in self.methods for p in m.parameters()]
 
+    def extra_parameters(self, model: nn.Module) -> int:
+        """Those of all."""
+        return sum(m.extra_parameters(model) for m in self.methods)
+
     def facts(self) -> dict[str, float]:
         """Those of all; of two with one name the later."""
         return {name: value for m in self.methods for name, value in m.facts().items()}
@@ -332,6 +344,16 @@ def _sum(penalties: Iterable[Tensor | float]) -> Tensor | float:
 def parts(method: Method) -> list[Method]:
     """The methods of a chain, or the one that there is."""
     return method.methods if isinstance(method, Chain) else [method]
+
+
+def count_parameters(model: nn.Module, method: Method) -> int:
+    """Parameters that prediction needs: the model's, and whatever the method has added beside it.
+
+    >>> from everlearn import L2
+    >>> count_parameters(nn.Linear(3, 2), L2())
+    8
+    """
+    return sum(p.numel() for p in model.parameters()) + method.extra_parameters(model)
 
 
 def label(method: Method) -> str:

@@ -32,8 +32,8 @@ class Result:
         accuracy: [i, j], on task j after learning task i; the future tasks too; nan where nobody measured.
         config: stream, scenario, method, model, training and seed.
         initial: accuracy of the untrained model on each task.
-        cost: seconds by purpose, peak memory, and per learned task parameters, bytes of method state, and what the method
-            tells of itself.
+        cost: seconds by purpose, peak memory, and per learned task the parameters that prediction needs (the model's and what
+            the method has added), bytes of method state, and what the method tells of itself.
         made: versions, commit and time.
         examples: how many test examples each task has; empty where that was not recorded.
 
@@ -98,6 +98,15 @@ class Result:
     def seconds(self) -> float:
         """All seconds together."""
         return float(sum(self.cost.get("seconds", {}).values()))
+
+    @property
+    def facts(self) -> list[dict[str, float]]:
+        """What the method told of itself after each task, and the number of parameters where it grew."""
+        facts: list[dict[str, float]] = self.cost.get("facts") or []
+        sizes = self.cost.get("parameters") or []
+        if len(set(sizes)) < 2 or len(sizes) != len(facts):
+            return facts
+        return [{**told, "parameters": size} for told, size in zip(facts, sizes, strict=True)]
 
     def __str__(self) -> str:
         c = self.config

@@ -183,14 +183,8 @@ class ExpandableRepresentation(Replay):
         for p in live.learning():
             p.grad = None  # a live optimizer would go on moving them
         self.memory.add(**rows, **({"features": F.normalize(phi, dim=-1)} if self.policy == "herding" else {}))
-        layer = output_layer(inner, self.output)[1]
-        every, own = (sum(p.numel() for p in m.parameters()) for m in (inner, layer))
-        blocks, count = sum(b.numel() for b in live.blocks), len(live) + 1
-        self.sizes = {
-            "extractors": count,
-            "feature width": count * layer.in_features,
-            "all parameters": count * (every - own) + own + blocks,
-        }
+        count = len(live) + 1
+        self.sizes = {"extractors": count, "feature width": count * output_layer(inner, self.output)[1].in_features}
         self.open = False
         super().end_task(model, task)
 
@@ -200,8 +194,15 @@ class ExpandableRepresentation(Replay):
             self._attach(model)
         return super().predict(model, x, task)
 
+    def extra_parameters(self, model: nn.Module) -> int:
+        """The frozen extractors, and the classifier's weights for them; the auxiliary head serves training alone."""
+        names = {name for name, _ in unwrap(model).named_parameters()}
+        blocks = self.blocks if self._live is None else list(self._live.blocks)
+        frozen = sum(v.numel() for extractor in self.extractors for name, v in extractor.items() if name in names)
+        return frozen + sum(block.numel() for block in blocks)
+
     def facts(self) -> dict[str, float]:
-        """How many extractors there are, how wide their features are together, and all parameters that answers need."""
+        """How many extractors there are, and how wide their features are together."""
         return dict(self.sizes)
 
     def export(self, model: nn.Module) -> nn.Module:

@@ -88,6 +88,10 @@ class GenerativeReplay(Method):
         """The generator's."""
         return [] if self._generator is None else list(self._generator.parameters())
 
+    def extra_parameters(self, model: nn.Module) -> int:
+        """None: the generator serves training alone."""
+        return 0
+
     def join(self, batch: Batch) -> Batch:
         """The batch, and inputs that the generator makes up, which have no labels yet: one pass costs less than two."""
         if not self.teacher:

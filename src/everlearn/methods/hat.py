@@ -104,6 +104,11 @@ class HAT(Isolation):
         """The embeddings e of the current task."""
         return [e for e in self.embedding.values() if isinstance(e, nn.Parameter)]
 
+    def extra_parameters(self, model: nn.Module) -> int:
+        """The gates of all tasks, and what each has for itself."""
+        earlier = self.masks[: max(0, len(self.tasks) - 1)]
+        return super().extra_parameters(model) + sum(gates.numel() for masks in earlier for gates in masks.values())
+
     def penalty(self, model: nn.Module, batch: Batch | None = None, out: Tensor | None = None) -> Tensor | float:
         """The price of units that are not in use yet."""
         if not (self.open and self.strength and self.embedding):

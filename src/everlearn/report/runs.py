@@ -52,7 +52,7 @@ def _run(result: Result, stream: str, scenario: str, method: str) -> Run:
         "peak bytes": cost.get("peak_memory"),
         "tasks": [t + 1 for t in shown],
         "matrix": [[_number(v) for v in row] for row in result.accuracy[np.ix_(rows, shown)].tolist()],
-        "facts": [facts for t, facts in enumerate(cost.get("facts") or []) if t in rows],
+        "facts": [facts for t, facts in enumerate(result.facts) if t in rows],
         "config": result.config,
         "made": result.made,
     }

@@ -156,7 +156,7 @@ def _told(result: Result) -> dict[str, float]:
 
 def _course(group: Group, most: int = 10) -> list[list[str]]:
     """What methods told of themselves task by task, where it changed; of many tasks some, the last among them."""
-    told = {m: [facts for r in rs if (facts := r.cost.get("facts"))] for m, rs in group.items()}
+    told = {m: [facts for r in rs if (facts := r.facts)] for m, rs in group.items()}
     tasks = max((len(facts) for runs in told.values() for facts in runs), default=0)
     shown = [t for t in range(tasks) if (tasks - 1 - t) % -(-tasks // most) == 0]
     rows = [["growth", *(f"task {t + 1}" for t in shown)]]

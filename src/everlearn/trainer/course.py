@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from everlearn import distributed
 from everlearn.cost import Clock, peak_memory, reset_peak_memory, state_bytes
-from everlearn.method import Method
+from everlearn.method import Method, count_parameters
 from everlearn.results import Result
 from everlearn.seeds import pack, restore, states, unpack
 from everlearn.stream import Split, Stream, Task
@@ -105,7 +105,7 @@ class Course:
             return
         self.rows.append(self._test(task))
         self.journal.learned(self.rows[-1], self.learned)
-        self._each["parameters"].append(sum(p.numel() for p in self.model.parameters()))
+        self._each["parameters"].append(count_parameters(self.model, self.method))
         self._each["state_bytes"].append(state_bytes(self.method.state_dict()))
         self._each["facts"].append(self.method.facts())
         if self._checkpoints is not None and after:
