@@ -55,6 +55,7 @@ class Method:
     )
 
     _owes = False  # a penalty's gradient, since a loss that was taken without it
+    _checked_outputs = False
 
     def __post_init__(self) -> None:
         for f, hint in _hints(self):
@@ -118,6 +119,9 @@ class Method:
             raise TypeError(f"A loss is of a Batch, got a {type(batch).__name__}: write Batch(x, y).")
         whole = self.join(batch)
         out = ask(model, whole.x)
+        if not self._checked_outputs:
+            self._checked_outputs = True
+            batch.likelihood.check_outputs(out)
         loss = self.task_loss(whole, out)
         out = out if whole is batch else out[: len(batch)]
         penalty = (self.unpulled if pulled else self.penalty)(model, batch, out)

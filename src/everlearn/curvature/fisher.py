@@ -92,6 +92,7 @@ class FisherEstimator:
         self.labels, self.structure, self.likelihood = labels, structure, likelihood
         self.samples = samples if labels in ("signs", "sample") else 1
         self.chunk, self.engine = chunk, PerExample(model)
+        self._checked = False  # whether the outputs were looked at
 
     def __call__(self, data: Any, seed: int = 0, examples: int | None = None) -> Form:
         """The Fisher information on these data."""
@@ -138,6 +139,9 @@ class FisherEstimator:
         """The columns of the outputs' Fisher information; the number of labels goes into ``counts``."""
         likelihood = batch.likelihood
         counts.append(likelihood.label_count(out, batch.y))
+        if not self._checked:
+            self._checked = True
+            likelihood.check_outputs(out)
         if isinstance(likelihood, Categorical) and out.shape[-1] == 1:
             raise ValueError("One output is no choice between classes: use likelihood=Gaussian() or Bernoulli().")
         if self.labels == "true" and batch.y is None:

@@ -26,6 +26,9 @@ class Likelihood(ABC):
     def score(self, out: Tensor, y: Tensor, allowed: Tensor | None = None) -> Tensor:
         """How good each example's output is, higher is better; the mean is what the accuracy matrix holds."""
 
+    def check_outputs(self, out: Tensor) -> None:
+        """Say so where outputs are evidently not what this likelihood takes them for."""
+
     @property
     def score_name(self) -> str:
         """What the score is called."""

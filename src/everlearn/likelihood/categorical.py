@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -40,6 +41,25 @@ class Categorical(Likelihood):
         if out.shape[-1] > allowed.shape[-1]:  # a model may have outputs that no task uses yet
             allowed = F.pad(allowed, (0, out.shape[-1] - allowed.shape[-1]))
         return out.masked_fill(~_per_token(allowed, out), float("-inf"))
+
+    def check_outputs(self, out: Tensor) -> None:
+        """Warn of a model that ends in a softmax: a second one is taken of its outputs, which flattens them.
+
+        Loss and Fisher information are then those of another, nearly uniform distribution. After ``LogSoftmax`` a second softmax
+        changes nothing.
+        """
+        if out.shape[-1] < 2 or not out.numel() or not out.is_floating_point():
+            return
+        tolerance = 1e-4 if out.dtype == wide(out) else 1e-2
+        out = out.detach().to(wide(out))
+        if (out >= 0).all() and ((out.sum(-1) - 1).abs() < tolerance).all():
+            warnings.warn(
+                "The model's outputs are probabilities (no row has a negative one and all sum to 1), and Categorical() takes a softmax of "
+                "them once more: the loss hardly tells classes apart, and importances come out far too small. Leave out the Softmax at "
+                "the end of the model, or put LogSoftmax in its place.",
+                UserWarning,
+                stacklevel=1,  # one place, so that it is said once, whether the loss or the Fisher information meets it first
+            )
 
     def loss(self, out: Tensor, y: Tensor, allowed: Tensor | None = None) -> Tensor:
         """Cross-entropy, averaged over examples (and tokens)."""
