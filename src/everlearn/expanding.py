@@ -224,7 +224,7 @@ class Expanding(Isolation):
         if len(self.reads) < len(self.tasks):
             self.reads.append({})
         own = kept(model, self.output, rest=False)
-        self.leave(remembered_state(model, own))
+        self.leave(model, remembered_state(model, own))
         self._task = None  # or its data would live as long as the method
         self._attach(model)
 

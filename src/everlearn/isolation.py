@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from everlearn.heads import output_layer
 from everlearn.likelihood import Categorical
+from everlearn.locks import Checksum, changed, checksums
 from everlearn.method import Method
 from everlearn.params import Params, evaluating, named_with_frozen, unwrap
 
@@ -39,6 +40,7 @@ class Isolation(Method):
         self.tasks: list[int] = []  # their numbers, in the order learned; one without a number gets the next
         self.rows: list[Tensor | None] = []  # the outputs each may be answered with
         self.own: list[Params] = []  # parameters and statistics that each task has for itself
+        self.checksums: list[dict[str, Checksum]] = []  # of what it shares with those before it, when it ended
         self.open: bool = False  # whether the last of them is still being learned
         self.classes: bool = True  # whether outputs are of classes, so that they tell how sure they are
         self._loaded = False
@@ -68,11 +70,13 @@ class Isolation(Method):
             raise ValueError(f"Task {self.tasks[-1]} has not ended: call end_task(model, task) before the next begins.")
         return new
 
-    def leave(self, own: Params) -> None:
-        """Note that the task has ended, and what it keeps for itself."""
+    def leave(self, model: nn.Module, own: Params) -> None:
+        """Note that the task has ended, what it keeps for itself, and what the rest of its sub-network was."""
         if not self.tasks:
             raise ValueError(f"{type(self).__name__}.end_task before any begin_task(model, task).")
-        self.own = [*self.own[: len(self.tasks) - 1], own]
+        count = len(self.tasks)
+        self.own = [*self.own[: count - 1], own]
+        self.checksums = [*self.checksums[: count - 1], checksums(model, self.protected(model, count))]
         self.open = self._loaded = False
 
     def extra_parameters(self, model: nn.Module) -> int:
@@ -84,6 +88,24 @@ class Isolation(Method):
         names = {name for name, _ in unwrap(model).named_parameters()}
         earlier = self.own[: max(0, len(self.tasks) - 1)]
         return sum(v.numel() for own in earlier for name, v in own.items() if name in names)
+
+    def protected(self, model: nn.Module, count: int) -> Params:
+        """Masks of the entries that the first so many tasks answer with and do not keep for themselves; none may move any more."""
+        return {}
+
+    def check_between_tasks(self, model: nn.Module, task: Any) -> None:
+        """Refuse to go on where something has moved what earlier tasks answer with since the last of them ended."""
+        ended = len(self.tasks) - (not self.is_new(task))
+        if not 0 < ended <= len(self.checksums):
+            return
+        moved = changed(model, self.protected(model, ended), self.checksums[ended - 1])
+        if moved:
+            raise ValueError(
+                f"{', '.join(moved[:3])}{', …' * (len(moved) > 3)} moved since task {self.tasks[ended - 1]} ended, so that "
+                f"{type(self).__name__} would answer differently for the tasks learned so far. Was there a late optimizer step, or were "
+                "averaged or saved weights copied in? Put the weights back; copy them in before end_task(model, task), and call "
+                "after_step(model) then, which puts back what is locked."
+            )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what a method of the same kind had learned; the next ``begin_task`` puts it to work."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import zlib
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from everlearn.params import Params, named_with_frozen, unwrap
+
+
+Checksum = tuple[str, int]  # the precision it was taken in, and the number
 
 
 class Locks:
@@ -89,6 +93,40 @@ class Locks:
         self.masks, self.values, self.whole, self.buffers = {}, {}, set(), []
         self._open, self._held = {}, {}
         take_off(model, _evaluate)
+
+
+@torch.no_grad()
+def checksums(model: nn.Module, masks: Mapping[str, Tensor]) -> dict[str, Checksum]:
+    """Of every parameter with a mask, a number that tells later whether the masked entries are still the same.
+
+    It takes no memory and goes into a file, where a copy of the entries would double the model.
+    """
+    parameters = named_with_frozen(model)
+    return {n: (str(parameters[n].dtype), _checksum(parameters[n], mask)) for n, mask in masks.items()}
+
+
+@torch.no_grad()
+def changed(model: nn.Module, masks: Mapping[str, Tensor], before: Mapping[str, Checksum]) -> list[str]:
+    """The parameters whose masked entries are others than when the checksums were taken.
+
+    A model that was moved to a finer precision has the same numbers in it; one that was rounded to a coarser one cannot be compared.
+    """
+    parameters, found = named_with_frozen(model), []
+    for name, (precision, number) in before.items():
+        if name not in parameters or name not in masks:
+            found.append(name)
+            continue
+        dtype = getattr(torch, precision.removeprefix("torch."))
+        if torch.promote_types(parameters[name].dtype, dtype) != parameters[name].dtype:
+            continue
+        if _checksum(parameters[name].to(dtype), masks[name]) != number:
+            found.append(name)
+    return found
+
+
+def _checksum(parameter: Tensor, mask: Tensor) -> int:
+    held = torch.where(mask.to(parameter.device), parameter, 0) + 0.0  # of two zeros, one
+    return zlib.crc32(_bits(held.contiguous()).cpu().numpy())
 
 
 def _bits(tensor: Tensor) -> Tensor:

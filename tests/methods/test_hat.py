@@ -160,8 +160,11 @@ def test_locked_is_what_lies_between_units_in_use():
     for k in range(2):
         method.begin_task(deep, Task(data, id=k))
         if not k:
+            with torch.no_grad():
+                method.embedding["0"].copy_(torch.tensor([1.0, -1.0]))
+                method.embedding["2"].copy_(torch.tensor([-1.0, 1.0]))
             method.end_task(deep, Task(data, id=k))
-            method.masks[0] = {"0": torch.tensor([1.0, 0.0]), "2": torch.tensor([0.0, 1.0])}
+            assert [gates.tolist() for gates in method.masks[0].values()] == [[1.0, 0.0], [0.0, 1.0]]
     assert method._locks.masks["2.weight"].tolist() == [[False, False], [True, False]]
 
 

@@ -85,7 +85,7 @@ class PNN(Isolation):
         """Keep the column and its laterals as they are."""
         inner, learned = unwrap(model), self.parameters()
         check_finite({**dict(inner.named_parameters()), **{str(i): p for i, p in enumerate(learned)}})
-        self.leave(_clones(_tensors(inner)))
+        self.leave(model, _clones(_tensors(inner)))
         k = len(self.own) - 1
         self.sizes[k:] = [sum(p.numel() for p in inner.parameters())]
         self._keep_links()
