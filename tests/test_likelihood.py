@@ -81,3 +81,17 @@ def test_wrong_shapes_and_labels_are_explained():
         Categorical().loss(torch.zeros(2, 4), torch.tensor([0, 1]), torch.ones(2, 6, dtype=torch.bool))
     with pytest.raises(ValueError, match=r"shape \(2, 1\) for targets of shape \(2, 3\)"):
         Gaussian().loss(torch.zeros(2, 1), torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(6, 5), (6, 3, 5)], ids=["examples", "tokens"])
+def test_probabilities_in_the_place_of_logits_are_told(shape, dtype):
+    out = torch.randn(shape).to(dtype)
+    with pytest.warns(UserWarning, match="outputs are probabilities .* Leave out the Softmax"):
+        Categorical().check_outputs(out.softmax(-1))
+    Categorical().check_outputs(out)  # what follows is no warning, or pytest would raise it
+    Categorical().check_outputs(out.log_softmax(-1))
+    Categorical().check_outputs(out.sigmoid())
+    Categorical().check_outputs(torch.ones(6, 1))
+    Gaussian().check_outputs(out.softmax(-1))
+    Bernoulli().check_outputs(out.softmax(-1))

@@ -196,3 +196,11 @@ def test_facts_of_a_chain_are_those_of_its_methods(small_net, small_stream):
     result = everlearn.run(small_net, method, small_stream(), batch_size=16)
     used = [facts["capacity used"] for facts in result.cost["facts"]]
     assert used == pytest.approx([0.5, 0.625, 0.71875], abs=1e-3)
+
+
+def test_a_loss_of_probabilities_is_told_once():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Softmax(-1))
+    method, batch = Method(), Batch(torch.randn(5, 3), torch.arange(5) % 4)
+    with pytest.warns(UserWarning, match="outputs are probabilities"):
+        method.loss(model, batch)
+    method.loss(model, batch)

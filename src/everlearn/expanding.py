@@ -55,7 +55,6 @@ class Expanding(Isolation):
         self._task: Task | None = None
         self._planned: int | None = None  # steps
         self._watch = Watch(type(self).__name__, None, False, False)
-        self._locks = Locks()
         self._beside: Beside | None = None
 
     def parameters(self) -> list[nn.Parameter]:

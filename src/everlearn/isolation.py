@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from everlearn.heads import output_layer
 from everlearn.likelihood import Categorical
-from everlearn.locks import Checksum, changed, checksums
+from everlearn.locks import Checksum, Locks, changed, checksums
 from everlearn.method import Method
 from everlearn.params import Params, evaluating, named_with_frozen, unwrap
 
@@ -43,6 +43,7 @@ class Isolation(Method):
         self.checksums: list[dict[str, Checksum]] = []  # of what it shares with those before it, when it ended
         self.open: bool = False  # whether the last of them is still being learned
         self.classes: bool = True  # whether outputs are of classes, so that they tell how sure they are
+        self._locks = Locks()
         self._loaded = False
         self._asked: int | None = None  # the task whose sub-network is to answer, counted from 0
 
@@ -89,6 +90,10 @@ class Isolation(Method):
         earlier = self.own[: max(0, len(self.tasks) - 1)]
         return sum(v.numel() for own in earlier for name, v in own.items() if name in names)
 
+    def restore_locked(self, model: nn.Module) -> None:
+        """Put back what earlier tasks answer with, after averaged weights were copied into the model and before the task ends."""
+        self._locks.restore(model, everything=True)
+
     def protected(self, model: nn.Module, count: int) -> Params:
         """Masks of the entries that the first so many tasks answer with and do not keep for themselves; none may move any more."""
         return {}
@@ -103,8 +108,8 @@ class Isolation(Method):
             raise ValueError(
                 f"{', '.join(moved[:3])}{', …' * (len(moved) > 3)} moved since task {self.tasks[ended - 1]} ended, so that "
                 f"{type(self).__name__} would answer differently for the tasks learned so far. Was there a late optimizer step, or were "
-                "averaged or saved weights copied in? Put the weights back; copy them in before end_task(model, task), and call "
-                "after_step(model) then, which puts back what is locked."
+                "averaged or saved weights copied in? Put the weights back. To keep averages, copy them in before end_task(model, task), "
+                "and then call restore_locked(model)."
             )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

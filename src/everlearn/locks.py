@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from everlearn.params import Params, named_with_frozen, unwrap
 
-
 Checksum = tuple[str, int]  # the precision it was taken in, and the number
 
 
@@ -67,11 +66,15 @@ class Locks:
                 _bits(p.grad).bitwise_and_(self._open[name])
 
     @torch.no_grad()
-    def restore(self, model: nn.Module) -> None:
-        """After a step: every locked entry where it was."""
+    def restore(self, model: nn.Module, everything: bool = False) -> None:
+        """After a step: every locked entry where it was.
+
+        A parameter that is locked as a whole and has no gradient is passed over, since no optimizer has moved it, unless
+        ``everything`` is asked for.
+        """
         for name, p in named_with_frozen(model).items() if self.masks else ():
             if name in self.masks and (
-                name not in self.whole or p.grad is not None
+                everything or name not in self.whole or p.grad is not None
             ):  # another method may have given it one
                 _bits(p).bitwise_and_(self._open[name]).bitwise_or_(self._held[name])
         for module, leaf, value in self.buffers:  # looked up anew: a model may put another tensor in its place
@@ -85,7 +88,8 @@ class Locks:
                 if not torch.equal(p.detach()[mask], value[mask]):
                     raise ValueError(
                         f"Something has moved locked entries of {name}, so earlier tasks would change: call "
-                        f"{method}.before_step(model) and {method}.after_step(model) around every optimizer step."
+                        f"{method}.before_step(model) and {method}.after_step(model) around every optimizer step, and after copying "
+                        f"averaged weights in {method}.restore_locked(model)."
                     )
 
     def release(self, model: nn.Module) -> None:
@@ -126,7 +130,7 @@ def changed(model: nn.Module, masks: Mapping[str, Tensor], before: Mapping[str, 
 
 def _checksum(parameter: Tensor, mask: Tensor) -> int:
     held = torch.where(mask.to(parameter.device), parameter, 0) + 0.0  # of two zeros, one
-    return zlib.crc32(_bits(held.contiguous()).cpu().numpy())
+    return zlib.crc32(_bits(held.contiguous()).cpu().numpy().data)
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -54,7 +54,9 @@ class QuadraticPenalty(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.bowl = Quadratic()
-        self.frozen: dict[str, float] = {}  # what was frozen when the last task ended and has no importance, with its weight
+        self.frozen: dict[
+            str, float
+        ] = {}  # what was frozen when the last task ended and has no importance, with its weight
         self.applied_strength: float | None = None  # that of the last task that ended
         if self.half:
             self.roundings = 0  # each of which draws anew, also after a restart

@@ -202,3 +202,18 @@ def test_the_state_of_another_method_is_refused_by_a_sentence():
     other.tasks = 1
     with pytest.raises(ValueError, match="does not fit EWC"):
         EWC().load_state_dict(other.state_dict())
+
+
+def test_a_model_that_ends_in_a_softmax_is_told():
+    """Of a sure model the Fisher information is far too small; after a LogSoftmax it is that of the logits."""
+    torch.manual_seed(0)
+    logits = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    with torch.no_grad():
+        logits[2].weight.mul_(20)
+    x = torch.randn(50, 4, dtype=torch.double)
+    truth = fisher(logits, x)
+    same = fisher(nn.Sequential(*logits, nn.LogSoftmax(-1)), x)
+    for name, value in truth.values.items():
+        torch.testing.assert_close(same.values[name], value)
+    with pytest.warns(UserWarning, match="outputs are probabilities"):
+        EWC().end_task(nn.Sequential(*logits, nn.Softmax(-1)), x)

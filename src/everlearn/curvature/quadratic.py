@@ -42,7 +42,9 @@ class Quadratic:
     anchor: Params = field(default_factory=dict)
     slope: Params = field(default_factory=dict)
     constant: float = 0.0
-    _moved: set[str] = field(default_factory=set, init=False, repr=False)  # parameters that were seen to have a gradient
+    _moved: set[str] = field(
+        default_factory=set, init=False, repr=False
+    )  # parameters that were seen to have a gradient
 
     def __call__(self, model: nn.Module) -> Tensor:
         """The height of the model's place in the bowl; its gradient costs one product with F, not a graph."""

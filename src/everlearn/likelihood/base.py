@@ -26,7 +26,7 @@ class Likelihood(ABC):
     def score(self, out: Tensor, y: Tensor, allowed: Tensor | None = None) -> Tensor:
         """How good each example's output is, higher is better; the mean is what the accuracy matrix holds."""
 
-    def check_outputs(self, out: Tensor) -> None:
+    def check_outputs(self, out: Tensor) -> None:  # noqa: B027 - most take any
         """Say so where outputs are evidently not what this likelihood takes them for."""
 
     @property

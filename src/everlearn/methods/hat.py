@@ -79,9 +79,10 @@ class HAT(Isolation):
         self._free: Tensor | None = None  # 1 - u of all units, in the order of the embeddings
         self._room = 0.0
         self._factors: Params = {}
-        self._locks = Locks()
         self._untried = False  # whether nobody has tried yet that the links are true
-        self._probes: list[tuple[Tensor, Tensor]] | None = None  # a gate and a weight that should move, and where the step began
+        self._probes: list[tuple[Tensor, Tensor]] | None = (
+            None  # a gate and a weight that should move, and where the step began
+        )
         self._learn: bool = False  # whether gates were seen to move in this task
         self._examples = 0  # of the first step
         self._rows: int | None = None  # of the task's data
@@ -399,7 +400,7 @@ class Trial:
     def __init__(self, method: HAT) -> None:
         self.method = method
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Once, in training mode."""
         if self.method._untried and module.training:

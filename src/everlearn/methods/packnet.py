@@ -65,7 +65,6 @@ class PackNet(Isolation):
         self.pruned: bool = False
         self.steps = 0
         self._due: int | None = None
-        self._locks = Locks()
         self._told: set[str] = set()  # layers of which it was said that they stay locked
 
     def begin_task(self, model: nn.Module, task: Any) -> None:
