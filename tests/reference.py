@@ -35,3 +35,35 @@ def full_fisher(model, x, columns):
     """Mean over examples of Σ over columns of g gᵀ over all parameters, as a matrix."""
     rows = [torch.cat([g.flatten() for g in row.values()]) for c in columns for row in gradients(model, x, c)]
     return sum(torch.outer(r, r) for r in rows) / len(x)
+
+
+def kronecker_factors(model, x, columns):
+    """A and G of every linear and convolutional layer by their definition (KFAC-expand), an example and a position at a time.
+
+    A is the mean over examples and positions of a aᵀ, with a 1 for the bias; G the mean over examples of the sum over
+    positions and columns of d dᵀ.
+    """
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d))}
+    seen = {}
+    hooks = [
+        m.register_forward_hook(lambda m, args, out, n=n: seen.update({n: (args[0], out)})) for n, m in layers.items()
+    ]
+    factors = {n: [0.0, 0.0] for n in layers}
+    for i in range(len(x)):
+        outputs = model(x[i : i + 1])
+        for n, layer in layers.items():
+            inputs, answers = seen[n]
+            rows = inputs
+            if isinstance(layer, nn.Conv2d):
+                patches = nn.functional.unfold(inputs, layer.kernel_size, layer.dilation, layer.padding, layer.stride)
+                rows = patches[0].t()
+            for a in rows:
+                a = torch.cat([a, a.new_ones(1)]) if layer.bias is not None else a
+                factors[n][0] = factors[n][0] + torch.outer(a, a).detach() / (len(rows) * len(x))
+            for column in columns:
+                (d,) = torch.autograd.grad(outputs, answers, column[i : i + 1], retain_graph=True)
+                for one in d[0].flatten(1).t() if d.dim() == 4 else d:
+                    factors[n][1] = factors[n][1] + torch.outer(one, one) / len(x)
+    for hook in hooks:
+        hook.remove()
+    return factors
