@@ -47,6 +47,7 @@ def full_error(model, x, y):
 
 
 def main():
+    """Print every difference."""
     torch.manual_seed(0)
     torch.set_default_dtype(torch.double)
     y = torch.randint(3, (12,))
