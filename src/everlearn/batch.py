@@ -7,24 +7,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from everlearn.data import Inputs
 from everlearn.likelihood import Categorical, Likelihood
 
 Transform = Callable[[Inputs], Inputs]
-
-
-def ask(model: nn.Module, x: Inputs) -> Tensor:
-    """What a model says, which must be a tensor."""
-    out = model(x)
-    if not isinstance(out, Tensor):
-        raise TypeError(
-            f"The model must give a tensor of outputs, it gave a {type(out).__name__}: wrap it in a module whose "
-            "forward(x) returns the outputs alone."
-        )
-    return out
 
 
 @dataclass(slots=True)

@@ -259,6 +259,11 @@ class _Marked(Dataset[Any]):
         return x, y, self.task
 
 
+def inputs_alone(batch: Inputs) -> Inputs:
+    """The inputs of a batch that is a dict with labels among them; other inputs as they are."""
+    return {name: v for name, v in batch.items() if name != "labels"} if isinstance(batch, Mapping) else batch
+
+
 def as_rows(batch: Any, marked: bool = False) -> Rows:
     """A batch as people have them: (x, y), inputs alone, or a dict of tensors with the labels among them, as Hugging Face has it.
 

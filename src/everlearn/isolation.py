@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 
+from everlearn.forward import ask
 from everlearn.heads import output_layer
 from everlearn.likelihood import Categorical
 from everlearn.locks import Checksum, Locks, changed, checksums
@@ -136,8 +136,7 @@ class Isolation(Method):
 
     def current(self, model: nn.Module, x: Any) -> Tensor:
         """What the model says as it is, for the task that is being learned or one that is not learned yet."""
-        said: Tensor = model(x)
-        return said
+        return ask(model, x)
 
     def place(self, number: int) -> int:
         """Where the task with this number stands in the order learned, counted from 0."""
@@ -230,8 +229,7 @@ def call(model: nn.Module, state: Params, x: Any) -> Tensor:
     inner = unwrap(model)
     like = {**dict(inner.named_parameters()), **dict(inner.named_buffers())}
     there = {n: v.to(like[n].device, like[n].dtype) for n, v in state.items()}  # the model may have been moved since
-    said: Tensor = functional_call(inner, there, (x,))
-    return said
+    return ask(inner, x, there)
 
 
 @torch.no_grad()

@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, get_type_hints
+from typing import Any, ClassVar, cast, get_type_hints
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from everlearn.attachment import Attachment
-from everlearn.batch import Batch, ask
+from everlearn.batch import Batch
 from everlearn.fields import check_field
+from everlearn.forward import ask, check_next_tokens
 from everlearn.likelihood import Likelihood
 from everlearn.params import evaluating
 from everlearn.stream import SCENARIOS
@@ -56,6 +57,7 @@ class Method:
 
     _owes = False  # a penalty's gradient, since a loss that was taken without it
     _checked_outputs = False
+    _attached = cast("Attachment | None", None)  # what speaks the verbs in a loop that does not
 
     def __post_init__(self) -> None:
         for f, hint in _hints(self):
@@ -103,7 +105,7 @@ class Method:
     def predict(self, model: nn.Module, x: Any, task: Tensor | None = None) -> Tensor:
         """Outputs at test time, in evaluation mode; ``task`` holds each example's where known. [at most one may replace it]"""
         with evaluating(model):
-            return model(x)  # type: ignore[no-any-return]
+            return ask(model, x)
 
     # Given.
 
@@ -117,6 +119,7 @@ class Method:
         """
         if not isinstance(batch, Batch):
             raise TypeError(f"A loss is of a Batch, got a {type(batch).__name__}: write Batch(x, y).")
+        check_next_tokens(model, batch.x, batch.y)
         whole = self.join(batch)
         out = ask(model, whole.x)
         if not self._checked_outputs:
@@ -126,7 +129,14 @@ class Method:
         out = out if whole is batch else out[: len(batch)]
         penalty = (self.unpulled if pulled else self.penalty)(model, batch, out)
         self.observe(batch, out.detach())
+        self._noted(loss if self.changes("join") or self.changes("task_loss") else penalty)
         return loss if isinstance(penalty, float) and penalty == 0.0 else loss + penalty
+
+    def _noted(self, loss: Tensor | float) -> Tensor | float:
+        """A penalty or loss as it is; an attachment, which adds it too, hears of it."""
+        if self._attached is not None:
+            self._attached.note_loss(loss)
+        return loss
 
     def unpulled(self, model: nn.Module, batch: Batch | None, out: Tensor | None) -> Tensor | float:
         """The penalty but for what ``pull`` adds."""

@@ -65,7 +65,7 @@ class QuadraticPenalty(Method):
         """The pull back to θ*; nothing before the first task has ended."""
         if self.frozen:
             self._notice_thawed(named(model))
-        return self._holding()(model) if self.bowl.anchor else 0.0
+        return self._noted(self._holding()(model)) if self.bowl.anchor else 0.0
 
     def penalty_gradient(self, model: nn.Module) -> None:
         """The pull without its height and without a graph."""

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map
 from everlearn import distributed
 from everlearn.batch import Batch, Transform
 from everlearn.fields import Range
+from everlearn.forward import ask
 from everlearn.memory import Memory
 from everlearn.method import Method
 from everlearn.params import refuse_sharded, wide
@@ -129,7 +130,7 @@ class Replay(Method):
 
 def loss_on(model: nn.Module, batch: Batch) -> Tensor:
     """The mean loss of a replayed batch."""
-    return batch.loss(model(batch.x))
+    return batch.loss(ask(model, batch.x))
 
 
 def gradient_on(model: nn.Module, parameters: list[nn.Parameter], batch: Batch | None) -> list[Tensor] | None:

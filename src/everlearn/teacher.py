@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
+from everlearn.forward import ask
 from everlearn.params import Params, check_finite, evaluating, refuse_sharded, unwrap
 
 Teacher = dict[str, Any]
@@ -39,8 +39,7 @@ def answer(model: nn.Module, teacher: Teacher, x: Any) -> Tensor:
     check_known(model, teacher)
     inner = unwrap(model)
     with torch.no_grad(), evaluating(inner):
-        said: Tensor = functional_call(inner, teacher["state"], (x,))
-    return said
+        return ask(inner, x, teacher["state"])
 
 
 def check_known(model: nn.Module, teacher: Teacher) -> None:

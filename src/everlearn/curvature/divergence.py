@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributions import Bernoulli as BernoulliDistribution
 from torch.distributions import Distribution, kl_divergence
-from torch.func import functional_call
 
 from everlearn.curvature.persample.engine import untouched
+from everlearn.forward import ask
 from everlearn.likelihood import Bernoulli, Categorical, Gaussian, Likelihood
 from everlearn.params import Params, named, unwrap
 from everlearn.stream import as_task
@@ -92,7 +92,7 @@ def predictive_kl(
     with untouched(inner), torch.no_grad():
         for batch in task.examples(chunk):
             here, meaning = batch.to(device), likelihood or batch.likelihood
-            outputs = [inner(here.x), functional_call(inner, moved, (here.x,))]
+            outputs = [ask(inner, here.x), ask(inner, here.x, moved)]
             p, q = outputs if direction == "forward" else outputs[::-1]
             apart = output_kl(meaning, p, q, here.allowed_rows)
             counted = meaning.counted(here.y)

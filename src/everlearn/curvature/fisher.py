@@ -19,6 +19,7 @@ from everlearn.curvature.kronecker import Kronecker, Pair
 from everlearn.curvature.persample.engine import PerExample, untouched
 from everlearn.curvature.persample.statistics import Elementwise, InFull, KroneckerFactors, Statistic
 from everlearn.curvature.quadratic import Form
+from everlearn.forward import check_next_tokens
 from everlearn.likelihood import Categorical, Likelihood
 from everlearn.params import Params, named
 from everlearn.seeds import generator
@@ -115,6 +116,8 @@ class FisherEstimator:
                 batch = self._labeled(batch)
                 if len(batch):
                     here = batch if device.type == "cpu" else batch.to(device)
+                    if self.labels == "true" and not seen:
+                        check_next_tokens(engine.model, here.x, here.y)
                     counts: list[int] = []
                     engine.update(here.x, partial(self._columns, here, random, counts), statistic)
                     seen += len(batch)

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from everlearn import atomic
 from everlearn.attachment import Attachment
 from everlearn.data import as_rows
 from everlearn.extras import needs
+from everlearn.forward import next_token_labels, shifts_labels
 from everlearn.likelihood import Likelihood
 from everlearn.method import Method
 from everlearn.stream import Task, as_task
@@ -149,12 +149,12 @@ def pair(model: nn.Module, batch: Any) -> tuple[Any, Tensor | None]:
     A causal language model takes them one place later; one with a decoder makes the decoder's inputs of them.
     """
     x, y, _ = as_rows(batch)
-    inner: Any = model
-    inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
     if y is None:
         return x, y
-    if _shifts(inner):
-        return x, shifted(y)
+    if shifts_labels(model):
+        return x, next_token_labels(y)
+    inner: Any = model
+    inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
     if hasattr(inner, "prepare_decoder_input_ids_from_labels") and "decoder_input_ids" not in x:
         x = {**x, "decoder_input_ids": inner.prepare_decoder_input_ids_from_labels(labels=y)}
     return x, y
@@ -169,21 +169,6 @@ def logits(model: nn.Module, out: Any) -> Tensor:
             "at: wrap it in a module whose forward(x) gives one tensor, and use everlearn.train or method.attach."
         )
     return said
-
-
-def shifted(labels: Tensor) -> Tensor:
-    """The label of each place is the next one; the last has none.
-
-    >>> shifted(torch.tensor([[5, 6, 7]]))
-    tensor([[   6,    7, -100]])
-    """
-    return F.pad(labels[..., 1:], (0, 1), value=-100)
-
-
-def _shifts(model: nn.Module) -> bool:
-    """Whether the model itself takes labels one place later, as transformers' causal ones do."""
-    name, kind = type(model).__name__, getattr(model, "loss_type", None)
-    return kind == "ForCausalLM" or (kind is None and name.endswith(("LMHeadModel", "ForCausalLM")))
 
 
 def save(method: Method, folder: str | Path) -> Path:

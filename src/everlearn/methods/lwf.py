@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from everlearn.batch import Batch
 from everlearn.curvature.divergence import output_kl
+from everlearn.data import inputs_alone
 from everlearn.fields import NonNegative, Range, Search
+from everlearn.forward import ask
 from everlearn.heads import output_layer
 from everlearn.likelihood import Bernoulli, Categorical, Likelihood
 from everlearn.method import Method
@@ -101,8 +103,11 @@ class LwF(Method):
             return 0.0
         if batch is None:
             raise ValueError("LwF compares answers: give the inputs, penalty(model, batch) or penalty(model, x, out).")
-        x, likelihood = (batch.x, batch.likelihood) if isinstance(batch, Batch) else (batch, self._likelihood)
-        out = model(x) if out is None else out
+        if isinstance(batch, Batch):
+            x, likelihood = batch.x, batch.likelihood
+        else:
+            x, likelihood = inputs_alone(batch), self._likelihood
+        out = ask(model, x) if out is None else out
         if self.warmup and not self.begun:
             raise ValueError(
                 "LwF.warmup needs to know where a task begins: call begin_task(model, task) before its first step."
@@ -127,7 +132,7 @@ class LwF(Method):
             apart = self._apart(likelihood, target[..., old], out[..., old], out[..., new])
             total = total + times * (apart if counted is None else apart * counted).sum()
         labels = likelihood.label_count(out) if counted is None else counted.sum().clamp(min=1)
-        return self.strength * (total / labels)
+        return self._noted(self.strength * (total / labels))
 
     def _apart(self, likelihood: Likelihood, t: Tensor, z: Tensor, new: Tensor) -> Tensor:
         """The terms whose sum is KL(teacher ‖ student); ``new`` are outputs that the teacher gives no probability."""

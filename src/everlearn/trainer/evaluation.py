@@ -13,6 +13,7 @@ from everlearn import distributed
 from everlearn.batch import Batch
 from everlearn.checks import check_first_batch, check_outputs, explain_error
 from everlearn.data import Arrays, as_source
+from everlearn.forward import ask, check_next_tokens
 from everlearn.method import Method
 from everlearn.params import evaluating
 from everlearn.stream import Split, Task
@@ -71,12 +72,14 @@ def outputs_of(model: nn.Module, x: Any, name: str = "") -> int:
     batch, task = Batch(x)[:1].to(device_of(model)), Task(name=name)
     try:
         with torch.no_grad(), evaluating(model):
-            out = model(batch.x)
+            out = ask(model, batch.x)
     except RuntimeError as error:
         raise explain_error(error, task, batch, first=True) from error
-    if not isinstance(out, Tensor) or out.dim() != 2:
-        what = f"one of shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
-        raise TypeError(f"The model must give a row of outputs per example, a tensor with two axes; it gave {what}.")
+    if out.dim() != 2:
+        raise TypeError(
+            "The model must give a row of outputs per example, a tensor with two axes; it gave one of shape "
+            f"{tuple(out.shape)}."
+        )
     return out.shape[1]
 
 
@@ -88,6 +91,7 @@ def _score(
         here = Batch(batch.x, batch.y, batch.t, allowed, batch.likelihood).to(device)
         if not count:
             check_first_batch(task, here, list(model.parameters()))
+            check_next_tokens(model, here.x, here.y)
         try:
             out = method.predict(model, here.x, here.t if task.identity else None)
         except RuntimeError as error:

@@ -37,6 +37,7 @@ from everlearn.curvature.persample.statistics import Elementwise, Statistic
 from everlearn.curvature.persample.tap import Tap
 from everlearn.curvature.persample.tapped import Plan, Tapped
 from everlearn.data import Batches
+from everlearn.forward import ask
 from everlearn.params import Params, evaluating, is_sharded, named, unwrap
 from everlearn.seeds import seeded
 from everlearn.stream import Task
@@ -87,7 +88,7 @@ class PerExample:
         plan, tapped = self._start(x, statistic)
         statistic.begin_chunk(plan.pairs)
         with torch.no_grad():
-            out = checked(tapped.outputs[-1] if tapped else self.model(x), x)
+            out = checked(tapped.outputs[-1] if tapped else ask(self.model, x), x)
         columns = iter(cotangents(out.detach()))
         column = next(columns, None)
         while column is not None:
@@ -145,7 +146,7 @@ class PerExample:
             return None
         if shapes not in self.confirmed:
             with torch.no_grad():
-                if not same(tapped.outputs[-1].detach(), self.model(x)):
+                if not same(tapped.outputs[-1].detach(), ask(self.model, x)):
                     tapped.outputs.clear()  # or hooks and graph would hold each other
                     return None
             self.confirmed.add(shapes)
@@ -209,7 +210,7 @@ class PerExample:
             torch.enable_grad(),
             Tap(self.parameters, meet, self.model.buffers()) as tap,
         ):  # nothing needs a gradient, so no graph is made
-            out = checked(self.model(x), x)
+            out = checked(ask(self.model, x), x)
         changed = {n for o, version in met if o.x._version != version for n in o.names.values()}
         return Record([operation for operation, _ in met], out, tap.unknown | changed, tap.picks, held)
 
@@ -272,7 +273,7 @@ class PerExample:
             return tapped.listen(y.clone() if isinstance(operation, Expansion) else y, operation, examples)
 
         with torch.enable_grad(), Tap(self.parameters, meet) as tap:
-            out = self.model(x)
+            out = ask(self.model, x)
         if count(tap.picks) != plan.picks:  # perhaps it orders examples now
             raise _Changed
         tapped.outputs[:] = [*between, out]
