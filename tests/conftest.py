@@ -1,8 +1,6 @@
-import importlib.util
 import io
 import os
 import signal
-import sys
 import time
 import traceback
 from dataclasses import replace
@@ -19,14 +17,6 @@ from everlearn.sources import SOURCES
 
 def pytest_configure():
     torch.set_num_threads(1)  # tests run side by side; more threads than cores only wait for each other
-    if torch.version.cuda is None and sys.platform == "linux" and importlib.util.find_spec("torchvision"):
-        # A peer library brings the CUDA build of torchvision, which fails to import beside torch's CPU build, and with it whatever
-        # looks for it (Lightning, transformers): these are the operators it misses.
-        _TORCHVISION.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        _TORCHVISION.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-
-
-_TORCHVISION = torch.library.Library("torchvision", "FRAGMENT")  # what it defines lives as long as it does
 
 
 @pytest.fixture(autouse=True)

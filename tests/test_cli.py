@@ -145,12 +145,20 @@ def test_a_run_that_fails_is_told_and_the_others_go_on(tmp_path, capsys):
     assert [r.config["method"] for r in results.load(tmp_path)] == ["finetune"]
 
 
+def test_joint_takes_as_many_steps_in_all_as_the_others(tmp_path):
+    assert run("--methods", "finetune,joint", "--iterations", "3", out=tmp_path) == 0
+    steps = {r.config["method"]: r.config["training"]["iterations"] for r in results.load(tmp_path)}
+    assert steps == {"finetune": 3, "joint": 3 * 5}
+
+
 def test_report(tmp_path, capsys):
     run("--seeds", "2", out=tmp_path)
     capsys.readouterr()
     assert start(["report", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "digits, class-incremental (accuracy in %, mean ± std over seeds)"
+    assert lines[0].startswith(
+        "digits, class-incremental (accuracy in %, mean ± std over seeds; average: over tasks, overall:"
+    )
     assert lines[3].startswith("joint") and lines[4].startswith("finetune")
     next(iter(results.files(tmp_path))).write_text("{")
     assert start(["report", str(tmp_path)]) == 1

@@ -22,15 +22,18 @@ from everlearn import (
     HAT,
     MAS,
     SI,
+    Batch,
     ExpandableRepresentation,
     ExpandNet,
     LwF,
     Method,
     PackNet,
     curvature,
+    distributed,
     nets,
     streams,
 )
+from everlearn.replay import gradient_on
 from everlearn.trainer import Every
 
 METHODS = {
@@ -40,12 +43,12 @@ METHODS = {
     "mas": lambda: MAS(0.5),
     "si": lambda: SI(1.0),
     "lwf": LwF,
-    # All that was seen is kept and seen again, so that a draw is no matter of luck.
-    "er": lambda: ER(400, 400),
-    "der": lambda: DER(400, 400),
-    "er-ace": lambda: ERACE(400, 400),
-    "agem": lambda: AGEM(400, 400),
-    "gem": lambda: GEM(400),
+    # All presentations, 640 in two epochs, are kept and seen again, so that a draw is no matter of luck.
+    "er": lambda: ER(800, 800),
+    "der": lambda: DER(800, 800),
+    "er-ace": lambda: ERACE(800, 800),
+    "agem": lambda: AGEM(800, 800),
+    "gem": lambda: GEM(800),
     "packnet": PackNet,
     "hat": HAT,
 }
@@ -125,6 +128,34 @@ def test_a_finished_run_is_read_by_all(two, data, tmp_path):
     for first, second in two(twice):
         assert np.array_equal(first, second)
     assert len(list((tmp_path / "out").iterdir())) == 1
+
+
+def test_reference_gradients_are_those_of_all_labels_that_count(two, double):
+    """One process may have many labels that are ignored, or nothing else."""
+    x, y = torch.randn(8, 3), torch.arange(8) % 2
+    model = torch.nn.Linear(3, 2)
+    for ignored in (slice(4, 7), slice(4, 8)):
+        labels = y.clone()
+        labels[ignored] = -100
+
+        def reference(labels=labels):
+            part = slice(4 * distributed.rank(), 8 if distributed.world() == 1 else 4 * distributed.rank() + 4)
+            return gradient_on(model, list(model.parameters()), Batch(x[part], labels[part]))
+
+        for gradient in two(reference):
+            torch.testing.assert_close(gradient, reference())
+
+
+def test_a_process_without_labels_adds_nothing_though_its_loss_is_no_number(two):
+    def averaged():
+        p = torch.nn.Parameter(torch.zeros(2))
+        last = distributed.rank() == 1
+        p.grad = torch.full((2,), torch.nan if last else 3.0)
+        loss = distributed.average_gradients([p], 0.0 if last else 5.0, torch.nan if last else 2.0)
+        return p.grad, loss, distributed.average_gradients([p], 0.0, torch.nan)
+
+    for gradient, loss, of_nothing in two(averaged):
+        assert gradient.tolist() == [3, 3] and loss == 2 and np.isnan(of_nothing)
 
 
 def test_memories_are_shared_out(two, data):

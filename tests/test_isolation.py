@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import everlearn
-from everlearn import HAT, SI, Gaussian, PackNet, Task, heads
+from everlearn import HAT, PNN, SI, ExpandNet, Gaussian, PackNet, Task, heads
 
 KINDS = pytest.mark.parametrize("kind", [PackNet, HAT])
 FROZEN = pytest.mark.parametrize("make", [PackNet, lambda: HAT(rest="frozen")], ids=["packnet", "hat"])
@@ -299,3 +299,130 @@ def test_the_task_of_each_example(kind, small_stream):
     assert method.predict(model, x[:0], torch.zeros(0)).shape == (0, 6)
     with pytest.raises(ValueError, match="tasks of 5 examples for 20"):
         method.predict(model, x, torch.zeros(5))
+
+
+# What moves between the end of one task and the beginning of the next.
+
+
+def expand_net():
+    return ExpandNet(units=4, threshold=0.0, look=0.2)
+
+
+LOCKING = pytest.mark.parametrize("make", [PackNet, HAT, expand_net], ids=["PackNet", "HAT", "ExpandNet"])
+
+
+def late_step(model, stream):
+    F.cross_entropy(model(inputs(stream)), torch.zeros(20, dtype=torch.long)).backward()
+    torch.optim.SGD(model.parameters(), lr=0.5).step()
+    model.zero_grad()
+
+
+def averaged(model, stream):
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(0.999)
+
+
+@LOCKING
+@pytest.mark.parametrize("move", [late_step, averaged])
+@pytest.mark.parametrize("loaded", [False, True], ids=["", "from a file"])
+def test_what_moved_between_tasks_is_not_adopted(make, move, loaded, small_stream):
+    stream = small_stream()
+    model, method = mlp(), make()
+    learn(model, method, stream.tasks[:2])
+    start = copy.deepcopy(model.state_dict())
+    move(model, stream)
+    if loaded:
+        again = make()
+        again.load_state_dict(method.state_dict())
+        method.detach(model)
+        method = again
+    state = repr(method.state_dict())
+    with pytest.raises(ValueError, match=r"moved since task 1 ended, so that \w+ would answer differently"):
+        method.begin_task(model, stream[2])
+    assert repr(method.state_dict()) == state
+    model.load_state_dict(start)
+    learn(model, method, stream.tasks[2:])
+
+
+@LOCKING
+def test_averages_are_copied_in_before_the_task_ends(make, small_stream):
+    stream = small_stream()
+    model, method, x = mlp(), make(), inputs(stream)
+    learn(model, method, stream.tasks[:1])
+    before = method.predict(model, x, 0)
+    stream[1].steps = stream[1].steps_per_epoch(16)
+    method.begin_task(model, stream[1])
+    optimizer = adamw([*model.parameters(), *method.parameters()])
+    for batch in stream[1].batches(16):
+        step(model, method, batch, optimizer)
+    averaged(model, stream)
+    method.restore_locked(model)
+    method.end_task(model, stream[1])
+    assert torch.equal(method.predict(model, x, 0), before)
+    learn(model, method, stream.tasks[2:])
+    assert torch.equal(method.predict(model, x, 0), before)
+
+
+@LOCKING
+def test_what_each_task_has_for_itself_may_move_between_tasks(make, small_stream):
+    stream = small_stream()
+    model, method, x = normed(), make(), inputs(stream)
+    learn(model, method, stream.tasks[:1])
+    before = method.predict(model, x, 0)
+    with torch.no_grad():
+        model[-1].weight.mul_(3)
+    model.train()
+    model(x + 3)
+    learn(model, method, stream.tasks[1:2])
+    assert torch.equal(method.predict(model, x, 0), before)
+
+
+@KINDS
+def test_what_a_task_in_parts_has_may_move_between_its_parts(kind, small_stream):
+    stream = small_stream()
+    model, method, x = mlp(), kind(), inputs(stream)
+    learn(model, method, stream.tasks[:1])
+    before = method.predict(model, x, 0)
+    parts = [Task(stream[1].train, id=1, part=n) for n in range(2)]
+    learn(model, method, parts[:1])
+    start = copy.deepcopy(model.state_dict())
+    used = method.protected(model, 1)["1.weight"]
+    with torch.no_grad():
+        model[1].weight[~used] *= 2
+    learn(model, method, parts[1:])
+    assert torch.equal(method.predict(model, x, 0), before)
+    model.load_state_dict(start)
+    averaged(model, stream)
+    with pytest.raises(ValueError, match="moved since task 0 ended"):
+        method.begin_task(model, parts[1])
+
+
+def test_columns_are_copies_that_nothing_moves(small_stream):
+    stream = small_stream()
+    model, method, x = mlp(), PNN(), inputs(stream)
+    learn(model, method, stream.tasks[:1])
+    before = method.predict(model, x, 0)
+    averaged(model, stream)
+    learn(model, method, stream.tasks[1:2])
+    assert torch.equal(method.predict(model, x, 0), before)
+
+
+# Layers that were frozen while an earlier task was learned.
+
+
+@pytest.mark.filterwarnings("ignore:PackNet keeps 1.weight locked")
+@pytest.mark.parametrize(
+    "make",
+    [PackNet, lambda: PackNet(rest="own"), HAT, lambda: HAT(rest="frozen"), expand_net, PNN],
+    ids=["PackNet", "PackNet, own", "HAT", "HAT, frozen", "ExpandNet", "PNN"],
+)
+def test_a_layer_that_thaws_belongs_to_the_tasks_before(make, small_stream):
+    stream = small_stream()
+    model, method, x = mlp(), make(), inputs(stream)
+    model[1].requires_grad_(False)
+    learn(model, method, stream.tasks[:1], epochs=3)
+    before = method.predict(model, x, 0)
+    model[1].requires_grad_(True)
+    learn(model, method, stream.tasks[1:], epochs=3)
+    assert torch.equal(method.predict(model, x, 0), before)

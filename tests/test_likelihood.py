@@ -34,6 +34,17 @@ def test_categorical_counts_tokens_and_ignores_padding():
     torch.testing.assert_close(Categorical().score(out, y), torch.stack([right[0, :2].mean(), right[1].mean()]))
 
 
+@pytest.mark.parametrize("shape", [(7,), (7, 3)])
+def test_the_weight_is_how_many_labels_the_loss_is_a_mean_over(shape):
+    out, y = torch.randn(*shape, 5), torch.randint(5, shape)
+    y[2:5] = -100
+    sum_of_losses = F.cross_entropy(out.flatten(0, -2), y.flatten(), reduction="sum")
+    torch.testing.assert_close(Categorical().loss(out, y) * Categorical().weight(y), sum_of_losses)
+    assert Categorical().label_count(out, y) == Categorical().weight(y) == int((y != -100).sum())
+    assert Categorical().label_count(out) == y.numel()
+    assert Gaussian().label_count(out) == Bernoulli().label_count(out) == 7
+
+
 def test_gaussian_and_bernoulli_are_log_likelihoods():
     out, y = torch.randn(4, 3), torch.randn(4, 3)
     normal = torch.distributions.Normal(out, 0.5**0.5)
@@ -70,3 +81,17 @@ def test_wrong_shapes_and_labels_are_explained():
         Categorical().loss(torch.zeros(2, 4), torch.tensor([0, 1]), torch.ones(2, 6, dtype=torch.bool))
     with pytest.raises(ValueError, match=r"shape \(2, 1\) for targets of shape \(2, 3\)"):
         Gaussian().loss(torch.zeros(2, 1), torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(6, 5), (6, 3, 5)], ids=["examples", "tokens"])
+def test_probabilities_in_the_place_of_logits_are_told(shape, dtype):
+    out = torch.randn(shape).to(dtype)
+    with pytest.warns(UserWarning, match="outputs are probabilities .* Leave out the Softmax"):
+        Categorical().check_outputs(out.softmax(-1))
+    Categorical().check_outputs(out)  # what follows is no warning, or pytest would raise it
+    Categorical().check_outputs(out.log_softmax(-1))
+    Categorical().check_outputs(out.sigmoid())
+    Categorical().check_outputs(torch.ones(6, 1))
+    Gaussian().check_outputs(out.softmax(-1))
+    Bernoulli().check_outputs(out.softmax(-1))

@@ -1,8 +1,10 @@
+import copy
+
 import pytest
 import torch
 from torch import nn
 
-from everlearn.locks import Locks
+from everlearn.locks import Locks, changed, checksums
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -57,3 +59,33 @@ def test_released_it_learns_again():
     locks.release(model)
     model.train()(torch.randn(8, 5))
     assert model[1].num_batches_tracked == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_checksums_tell_of_any_change_of_what_is_masked_and_of_no_other(dtype):
+    model = nn.Linear(5, 4).to(dtype)
+    mask = torch.rand(4, 5) > 0.5
+    mask[0, :2] = torch.tensor([True, False])
+    masks = {"weight": mask, "bias": torch.zeros(4, dtype=torch.bool)}
+    before = checksums(model, masks)
+    with torch.no_grad():
+        model.weight[0, 1] += 1
+        model.bias += 1
+    assert changed(model, masks, before) == []
+    for row, column in mask.nonzero().tolist():
+        other = copy.deepcopy(model)
+        with torch.no_grad():
+            other.weight[row, column] *= 1 + torch.finfo(dtype).eps  # the smallest step there is
+        assert changed(other, masks, before) == ["weight"]
+    assert changed(nn.Sequential(nn.Linear(5, 4)), masks, before) == ["weight", "bias"]
+
+
+def test_checksums_outlive_a_move_to_double_precision():
+    model = nn.Linear(5, 4)
+    masks = {"weight": torch.ones(4, 5, dtype=torch.bool)}
+    before = checksums(model, masks)
+    assert changed(model.double(), masks, before) == []
+    with torch.no_grad():
+        model.weight[0, 0] += 1
+    assert changed(model, masks, before) == ["weight"]
+    assert changed(model.half(), masks, before) == [], "rounded numbers cannot be compared"

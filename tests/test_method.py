@@ -1,3 +1,4 @@
+import json
 from dataclasses import dataclass
 from typing import Literal
 
@@ -5,7 +6,9 @@ import pytest
 import torch
 
 import everlearn
-from everlearn import L2, Batch, Chain, Freeze, Method
+from everlearn import DEN, HAT, L2, PNN, Batch, Chain, ExpandableRepresentation, ExpandNet, Freeze, Method
+from everlearn.report.runs import as_csv, as_markdown, runs
+from everlearn.report.table import table
 
 
 @dataclass(eq=False)
@@ -138,9 +141,66 @@ def test_a_new_method_is_a_few_lines():
     torch.testing.assert_close(a.weight, b.weight)
 
 
+INPUTS, WIDTH, OUTPUTS, TASKS = 64, 20, 6, 3  # of the small net and stream
+MODEL = (INPUTS + 1) * WIDTH + (WIDTH + 1) * OUTPUTS
+HEAD = (WIDTH + 1) * OUTPUTS
+
+
+@pytest.mark.parametrize(
+    ("method", "needed"),
+    [
+        (Method(), MODEL),
+        (everlearn.EWC(), MODEL),
+        (everlearn.LwF(), MODEL),  # a teacher is state
+        (everlearn.ER(50), MODEL),  # so is a memory
+        (everlearn.GenerativeReplay(hidden=5, latent=2), MODEL),  # and a generator
+        (everlearn.PackNet(), MODEL + (TASKS - 1) * HEAD),
+        (HAT(rest="frozen"), MODEL + (TASKS - 1) * HEAD + TASKS * WIDTH),  # gates
+        (HAT(), MODEL + (TASKS - 1) * (HEAD + WIDTH) + TASKS * WIDTH),  # biases, too
+        (PNN(laterals="none"), TASKS * MODEL),
+        (PNN(laterals="linear"), TASKS * MODEL + (1 + 2) * WIDTH * OUTPUTS),
+        (ExpandableRepresentation(50, tune_epochs=1), TASKS * (INPUTS + 1) * WIDTH + (TASKS * WIDTH + 1) * OUTPUTS),
+        (Method() + everlearn.PackNet() + everlearn.EWC(), MODEL + (TASKS - 1) * HEAD),
+    ],
+    ids=lambda value: everlearn.method.label(value) if isinstance(value, Method) else str(value),
+)
+def test_all_parameters_that_prediction_needs_are_counted(method, needed, small_net, small_stream):
+    found = everlearn.run(small_net, method, small_stream(), batch_size=64).cost["parameters"]
+    assert found[-1] == needed and found[0] == MODEL + isinstance(method, HAT) * WIDTH
+
+
+@pytest.mark.parametrize("make", [PNN, ExpandNet, DEN, HAT, lambda: ExpandableRepresentation(50, tune_epochs=1)])
+def test_a_state_that_was_loaded_counts_as_much(make, small_net, small_stream):
+    stream, method, again = small_stream(), make(), make()
+    model = small_net(stream.inputs, stream.outputs)
+    for task in stream:
+        everlearn.train(model, method, task, batch_size=32)
+    again.load_state_dict(method.state_dict())
+    assert again.extra_parameters(model) == method.extra_parameters(model) > 0
+
+
+def test_growing_methods_do_not_look_free(tmp_path):
+    grows = ExpandableRepresentation(50, tune_epochs=0)
+    result = everlearn.run(everlearn.nets.mlp, grows, everlearn.streams.digits("class"), iterations=1, out=tmp_path)
+    kept = json.loads(next(tmp_path.glob("*.json")).read_text())["cost"]["parameters"]
+    assert kept == [186_400 * t + (400 * t + 1) * 10 for t in range(1, 6)] and kept[-1] == 952_010
+    assert "952,010" in table([result]) and "190,410" in table([result]), "the growth is shown task by task"
+    (row,) = runs([result])
+    assert row["parameters"] == 952_010 and [facts["parameters"] for facts in row["facts"]] == kept
+    assert "952,010" in as_markdown([result]) and ",952010," in as_csv([result])
+
+
 def test_facts_of_a_chain_are_those_of_its_methods(small_net, small_stream):
     method = Method() + everlearn.PackNet()
     assert Method().facts() == {} == method.facts()
     result = everlearn.run(small_net, method, small_stream(), batch_size=16)
     used = [facts["capacity used"] for facts in result.cost["facts"]]
     assert used == pytest.approx([0.5, 0.625, 0.71875], abs=1e-3)
+
+
+def test_a_loss_of_probabilities_is_told_once():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Softmax(-1))
+    method, batch = Method(), Batch(torch.randn(5, 3), torch.arange(5) % 4)
+    with pytest.warns(UserWarning, match="outputs are probabilities"):
+        method.loss(model, batch)
+    method.loss(model, batch)

@@ -20,6 +20,19 @@ def test_by_hand():
     assert metrics.intransigence(R, [1.0, 1.0, 1.0]) == pytest.approx(0.1)
 
 
+def test_every_example_counts_once_in_the_overall_accuracy():
+    examples = [700, 200, 100]
+    right = [[row[j] * n for j, n in enumerate(examples)] for row in R]
+    assert metrics.overall_accuracy(R, examples) == pytest.approx(sum(right[2]) / 1000)
+    over_time = [right[0][0] / 700, sum(right[1][:2]) / 900, sum(right[2]) / 1000]
+    assert metrics.average_incremental_accuracy(R, examples) == pytest.approx(sum(over_time) / 3)
+    assert metrics.overall_accuracy(R, [5, 5, 5]) == pytest.approx(metrics.average_accuracy(R))
+    assert metrics.overall_accuracy([[0.9, 0.8]], [30, 10]) == pytest.approx(0.875), "joint training has it too"
+    for wrong in ([1, 2], [1, 2, 0], [[1, 2, 3]]):
+        with pytest.raises(ValueError, match="the number of test examples of each of the 3 tasks"):
+            metrics.overall_accuracy(R, wrong)
+
+
 def test_forgetting_is_from_the_best_ever_since_learned():
     assert metrics.forgetting([[0.5, 0.9, 0], [0.8, 0.5, 0], [0.6, 0.4, 1]]) == pytest.approx((0.2 + 0.1) / 2)
 

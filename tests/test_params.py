@@ -87,3 +87,14 @@ def test_remembered_parameters_are_differentiable_and_refuses_a_shrunken_layer()
     assert torch.equal(net.weight.grad, torch.ones(3, 2))
     with pytest.raises(ValueError, match="not shrink"):
         remembered(nn.Linear(2, 2), anchor)
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(2, 2), (3, 3), (3, 4)])
+def test_only_outputs_may_have_been_added_since_a_parameter_was_remembered(inputs, outputs):
+    anchor = snapshot(nn.Linear(2, 3))
+    with pytest.raises(
+        ValueError, match=rf"weight has shape \({outputs}, {inputs}\) and was remembered with shape \(3, 2\)"
+    ):
+        remembered(nn.Linear(inputs, outputs), anchor)
+    grown = nn.Linear(2, 5)
+    assert torch.equal(remembered(grown, anchor)["weight"], grown.weight[:3])

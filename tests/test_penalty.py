@@ -550,3 +550,200 @@ def first_task_kept():
 )
 def test_old_digits_are_kept(method, first_task_kept):
     assert first_task_kept(method) > first_task_kept.fine_tuning + 0.1
+
+
+# Parameters that the loss does not touch.
+
+
+class Heads(nn.Module):
+    """A body and an output layer for every task, of which only that of the current task is called."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(4, 6)
+        self.heads = nn.ModuleList(nn.Linear(6, 3) for _ in range(3))
+        self.current = 0
+
+    def forward(self, x):
+        return self.heads[self.current](torch.tanh(self.body(x)))
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
+
+
+def learn_in(manner, model, method, task):
+    if manner == "trainer":
+        train(model, method, task, optimizer=adamw, epochs=3, batch_size=8)
+        return
+    method.begin_task(model, task)
+    optimizer = adamw(model.parameters())
+    attachment = method.attach(model, optimizer) if manner == "attached" else None
+    for batch in task.batches(8, 3):
+        optimizer.zero_grad()
+        (F.cross_entropy(model(batch.x), batch.y) if attachment else method.loss(model, batch)).backward()
+        if attachment is None:
+            method.before_step(model)
+        optimizer.step()
+        if attachment is None:
+            method.after_step(model)
+    if attachment is not None:
+        attachment.remove()
+    method.end_task(model, task)
+
+
+UNTOUCHED = [Method(), L2(), EWC(), EWC(mode="online"), EWC(structure="kronecker"), MAS(), SI(), EWC(half=True)]
+
+
+@pytest.mark.parametrize("manner", ["trainer", "own loop", "attached"])
+@pytest.mark.parametrize("method", UNTOUCHED, ids=label)
+def test_weight_decay_moves_no_more_than_in_fine_tuning(method, manner):
+    """Output layers of other tasks, learned before or never yet: their gradient stays None."""
+    model, method = Heads(), copy.deepcopy(method)
+    for k in range(2):
+        model.current = k
+        before = copy.deepcopy(model.heads)
+        learn_in(manner, model, method, Task(data(), id=k))
+        for other in {0, 1, 2} - {k}:
+            assert torch.equal(model.heads[other].weight, before[other].weight)
+            assert torch.equal(model.heads[other].bias, before[other].bias)
+    assert not torch.equal(model.heads[1].weight, before[1].weight)
+
+
+def test_what_is_coupled_to_others_is_pulled_where_only_they_have_moved():
+    """A full form: its gradient in one parameter is of all; in one that nothing depends on it is zero, and stays None."""
+    model, method = Heads(), EWC(structure="full")
+    learn_in("own loop", model, method, Task(data(), id=0))
+    with torch.no_grad():
+        model.body.weight += 0.1
+    for pull in (lambda: method.penalty(model).backward(), lambda: method.penalty_gradient(model)):
+        model.zero_grad()
+        pull()
+        assert model.heads[0].weight.grad.any() and model.heads[2].weight.grad is None
+
+
+@pytest.mark.parametrize("kind", ANCHORED)
+def test_what_has_left_its_place_is_pulled_although_the_loss_does_not_touch_it(kind):
+    model, method = Heads(), kind()
+    learn_in("own loop", model, method, Task(data(), id=0))
+    with torch.no_grad():
+        model.heads[0].weight += 0.5
+    model.zero_grad()
+    model.current = 1
+    method.begin_task(model, Task(data(), id=1))
+    method.loss(model, Batch(*data(8))).backward()
+    method.before_step(model)
+    name = "heads.0.weight"
+    moved = model.heads[0].weight.detach() - method.bowl.anchor[name]
+    torch.testing.assert_close(model.heads[0].weight.grad, method.bowl.form.values[name] * moved)
+    assert model.heads[2].weight.grad is None
+
+
+@pytest.mark.parametrize("kind", [L2, EWC, MAS])
+def test_where_the_gradient_is_zero_the_second_derivative_is_the_importance(kind, double):
+    model, method = learned(kind)
+    parameters = named(model)
+    gradients = torch.autograd.grad(method.penalty(model), list(parameters.values()), create_graph=True)
+    v = [torch.randn_like(p) for p in parameters.values()]
+    product = torch.autograd.grad(sum((g * w).sum() for g, w in zip(gradients, v, strict=True)), parameters.values())
+    for name, found, w in zip(parameters, product, v, strict=True):
+        torch.testing.assert_close(found, method.bowl.form.values[name] * w)
+
+
+# Layers that were frozen when a task ended.
+
+
+def learned_with_a_frozen_body(kind, **settings):
+    model, method = body_and_head(), kind(**settings)
+    model[0].requires_grad_(False)
+    train(model, method, Task(data(), id=0), epochs=2, batch_size=8)
+    assert not any(name.startswith("0.") for name in method.bowl.anchor), "what is frozen costs no memory"
+    return model, method
+
+
+@pytest.mark.parametrize("manner", ["trainer", "own loop", "attached"])
+@pytest.mark.parametrize("kind", [EWC, MAS, SI])
+def test_a_layer_that_thaws_without_an_importance_is_told_once(kind, manner):
+    model, method = learned_with_a_frozen_body(kind)
+    model[0].requires_grad_(True)
+    with pytest.warns(UserWarning, match=f"{kind.__name__} does not hold 0.weight, 0.bias: frozen when") as told:
+        learn_in(manner, model, method, Task(data(), id=1))
+    assert len(told) == 1
+    learn_in(manner, model, method, Task(data(), id=2))  # now it has one
+    assert method.bowl.form.values["0.weight"].any()
+
+
+@pytest.mark.parametrize("kind", [EWC, MAS])
+def test_a_layer_that_is_trainable_when_the_task_ends_is_held(kind):
+    model, method = body_and_head(), kind()
+    model[0].requires_grad_(False)
+    train(model, Method(), data(), epochs=2, batch_size=8)
+    model[0].requires_grad_(True)
+    method.end_task(model, data())
+    with torch.no_grad():
+        model[0].weight += 1
+    assert method.penalty(model) > 0
+
+
+@pytest.mark.parametrize("settings", [{}, {"only": {"*": 1.0, "0.*": 5.0}}, {"offload": True}], ids=str)
+def test_l2_holds_a_thawed_layer_where_it_was(settings, double):
+    model, method = learned_with_a_frozen_body(L2, strength=3.0, **settings)
+    state = method.state_dict()
+    method = L2(3.0, **settings)
+    method.load_state_dict(state)
+    start = {n: p.detach().clone() for n, p in model.named_parameters()}
+    model[0].requires_grad_(True)
+    assert method.penalty(model) == 0
+    shift(model)
+    weight = {n: 5.0 if "only" in settings and n.startswith("0.") else 1.0 for n in start}
+    truth = sum(1.5 * weight[n] * (p.detach() - start[n]).square().sum() for n, p in model.named_parameters())
+    torch.testing.assert_close(method.penalty(model).detach(), truth)
+
+
+def test_layers_that_need_not_be_held_thaw_in_silence():
+    model, method = body_and_head(), EWC(only="2.*")
+    model[0].requires_grad_(False)
+    train(model, method, Task(data(), id=0), epochs=1, batch_size=8)
+    model[0].requires_grad_(True)
+    model.append(nn.Linear(3, 3))  # nor does what is new
+    train(model, method, Task(data(), id=1), epochs=1, batch_size=8)
+
+
+# Models and settings that are not those of before.
+
+
+@pytest.mark.parametrize("kind", ANCHORED)
+@pytest.mark.parametrize(("inputs", "hidden"), [(4, 12), (6, 6)], ids=["hidden layer", "inputs"])
+def test_a_layer_of_another_width_is_refused(kind, inputs, hidden):
+    _, method = learned(kind)
+    other = nn.Sequential(nn.Linear(inputs, hidden), nn.Tanh(), nn.Linear(hidden, 3))
+    x, y = torch.randn(32, inputs), torch.randint(3, (32,))
+    with pytest.raises(ValueError, match=r"has shape .* and was remembered with shape .* may get\s+more outputs"):
+        train(other, method, (x, y), epochs=1, batch_size=8)
+
+
+@pytest.mark.parametrize("kind", [EWC, MAS, L2])
+def test_nor_is_it_taken_over_without_training(kind):
+    _, method = learned(kind)
+    with pytest.raises(ValueError, match=r"2.weight has shape \(3, 12\) and was remembered with shape \(3, 6\)"):
+        method.end_task(nn.Sequential(nn.Linear(4, 12), nn.Tanh(), nn.Linear(12, 3)), data())
+
+
+@pytest.mark.parametrize("kind", ANCHORED)
+def test_a_state_of_another_strength_is_told(kind):
+    model, method = learned(kind, strength=1000.0)
+    other, same = kind(strength=1.0), kind(strength=1000.0)
+    with pytest.warns(UserWarning, match=rf"with strength 1000, and keeps doing so: {kind.__name__}\(strength=1\)"):
+        other.load_state_dict(method.state_dict())
+    same.load_state_dict(method.state_dict())
+    kind(strength=1.0).load_state_dict(kind(strength=1000.0).state_dict())  # which holds nothing yet
+    shift(model)
+    assert torch.equal(torch.as_tensor(other.penalty(model)), torch.as_tensor(method.penalty(model)))
+
+
+def test_strengths_of_each_task_are_compared_task_by_task():
+    model, method = body_and_head(), EWC((10.0, 20.0))
+    method.end_task(model, data())
+    EWC((10.0, 5.0)).load_state_dict(method.state_dict())
+    with pytest.warns(UserWarning, match=r"with strength 10, .* EWC\(strength=20\)"):
+        EWC((20.0, 10.0)).load_state_dict(method.state_dict())

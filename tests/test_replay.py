@@ -5,7 +5,25 @@ import torch
 from torch import nn
 
 import everlearn
-from everlearn import AGEM, DER, ER, ERACE, EWC, GEM, MAS, Batch, DERpp, Freeze, LwF, Method, Task, nets, streams, train
+from everlearn import (
+    AGEM,
+    DER,
+    ER,
+    ERACE,
+    EWC,
+    GEM,
+    MAS,
+    Batch,
+    DERpp,
+    Freeze,
+    LwF,
+    Memory,
+    Method,
+    Task,
+    nets,
+    streams,
+    train,
+)
 
 KINDS = [ER, ERACE, DER, DERpp, AGEM, GEM]
 
@@ -36,13 +54,78 @@ def test_an_empty_memory_is_fine_tuning(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_examples_enter_once_although_epochs_are_many(kind):
+def test_every_presentation_is_offered_in_every_epoch(kind):
+    """As in the authors' code: three epochs of thirty examples are ninety presentations."""
     task = Task((torch.randn(30, 4), torch.randint(3, (30,))), id=0)
     method, model = kind(100), nn.Linear(4, 3)
     train(model, method, task, epochs=3, batch_size=10)
-    assert len(method.memory) == method.memory.seen == 30
+    assert len(method.memory) == method.memory.seen == 90
     stored = method.memory["x"].sort(0).values
-    assert torch.equal(stored, task.train.x.sort(0).values)
+    assert torch.equal(stored, task.train.x.repeat(3, 1).sort(0).values)
+
+
+@pytest.mark.parametrize("policy", ["reservoir", "balanced", "ring"])
+def test_shares_of_classes_and_tasks_stay_equal_over_epochs(policy):
+    x, y = torch.randn(120, 4), torch.arange(120) % 3
+    method, model = ER(24, policy=policy), nn.Linear(4, 3)
+    for number in range(2):
+        train(model, method, Task((x, y), id=number), epochs=5, batch_size=10)
+    assert method.memory.seen == 2 * 5 * 120
+    if policy == "balanced":
+        assert method.memory["y"].bincount().tolist() == [8, 8, 8]
+    if policy == "ring":
+        assert method.memory["t"].bincount().tolist() == [12, 12]
+        last = [row for b in Task((x, y), id=1).batches(10, epochs=5) for row in b.x][-12:]
+        assert torch.equal(method.memory["x"][method.memory["t"] == 1].sort(0).values, torch.stack(last).sort(0).values)
+
+
+def test_a_memory_that_is_balanced_draws_from_all_epochs():
+    """Of one class every presentation is kept with the same probability: over many runs as many of the last epoch as of the first."""
+    late = 0
+    for seed in range(200):
+        method = ER(10, policy="balanced")
+        method.memory = Memory(10, "balanced", seed=seed)
+        for epoch in range(4):
+            y = torch.zeros(20, dtype=torch.long)
+            method.observe(Batch(torch.full((20, 1), float(epoch)), y), torch.zeros(20, 2))
+        late += int((method.memory["x"] == 3).sum())
+    assert abs(late / 2000 - 0.25) < 0.04  # four standard deviations
+
+
+def test_examples_whose_labels_are_ignored_are_not_kept():
+    method = DERpp(20)
+    y = torch.tensor([0, -100, 2, -100])
+    x = torch.arange(4.0)[:, None]
+    method.observe(Batch(x, y), torch.zeros(4, 3))
+    assert method.memory["x"].flatten().tolist() == [0, 2] and method.memory.seen == 2
+    method.observe(Batch(x, torch.full((4,), -100)), torch.zeros(4, 3))
+    assert method.memory.seen == 2
+
+
+@pytest.mark.parametrize("kind", [AGEM, GEM])
+def test_sparse_gradients_and_frozen_parameters(kind):
+    """The edited gradient is that of the dense twin, sparse where it was; what is frozen is left alone."""
+    ends = []
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(6, 4, sparse=sparse), nn.Flatten(), nn.Linear(12, 3), nn.Linear(3, 3))
+        model[3].requires_grad_(False)
+        model[3].weight.grad = torch.full_like(model[3].weight, 7.0)  # as a backward pass before the freezing leaves it
+        method = kind(20)
+        x = torch.randint(6, (8, 3))
+        method.observe(Batch(x, torch.arange(8) % 3, torch.zeros(8, dtype=torch.long)), torch.zeros(8, 3))
+        now = Batch(x[:, :3], (torch.arange(8) + 1) % 3, torch.ones(8, dtype=torch.long))
+        method.loss(model, now).backward()
+        plain = model[0].weight.grad.to_dense().clone()
+        method.before_step(model)
+        assert model[0].weight.grad.is_sparse == sparse
+        assert not torch.allclose(model[0].weight.grad.to_dense(), plain), "the labels contradict: something is edited"
+        assert (model[3].weight.grad == 7).all()
+        ends.append([model[0].weight.grad.to_dense(), model[2].weight.grad])
+        if sparse:
+            torch.optim.SparseAdam([model[0].weight]).step()
+    for dense, from_sparse in zip(*ends, strict=True):
+        torch.testing.assert_close(dense, from_sparse)
 
 
 @pytest.mark.parametrize("kind", KINDS)

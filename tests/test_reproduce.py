@@ -82,6 +82,17 @@ def test_the_verdict_is_of_the_mean(ours, verdict):
     assert Cell("T", "r", "c", 90.0, 0.5, {}, "").verdict(ours) == verdict
 
 
+@pytest.mark.parametrize(
+    ("name", "row", "steps"), [("T1", "Offline", 2000), ("T2", "Offline", 5000), ("T4", "Joint", 2000)]
+)
+def test_joint_rows_take_the_steps_of_all_tasks_as_published(name, row, steps):
+    chosen = tables.cells(name, f"{row}/*")
+    assert len(chosen) == 3 and all(c.options["iterations"] == steps for c in chosen)
+    record = Path(__file__).parents[1] / "docs" / "results" / f"{name}.json"
+    kept = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
+    assert all(len(reproduce.kept_of(c, kept)) == 3 for c in chosen) or not kept, "the record is of this protocol"
+
+
 def test_a_dry_run_prints_commands_that_are_understood(tiny, tmp_path, capsys):
     assert start(["reproduce", "T0", "--dry-run", "--out", str(tmp_path / "x")]) == 0
     lines = capsys.readouterr().out.splitlines()

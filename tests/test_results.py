@@ -9,6 +9,7 @@ from torch import nn
 import everlearn
 from everlearn import L2, Gaussian, Method, Result, atomic, nets, results, run, streams
 from everlearn.report.html import html
+from everlearn.report.runs import runs
 from everlearn.report.table import table
 
 CONFIG = {"method": "L2", "fingerprints": {}, "stream": {"name": "digits"}, "scenario": "class", "seed": 0}
@@ -23,8 +24,70 @@ def test_round_trip(tmp_path):
     assert path.name.startswith("digits-class-l2-seed0-")
     loaded = Result.load(path)
     assert (loaded.accuracy == result().accuracy).all() and loaded.config == CONFIG
-    assert loaded.forgetting == pytest.approx(0.6) and loaded.forward_transfer == pytest.approx(0.0)
+    assert loaded.forgetting == pytest.approx(0.6)
     assert str(loaded) == "L2 (digits, class-incremental, seed 0): average accuracy 60.0 %, forgetting 60.0 %, 1.5 s"
+
+
+@pytest.mark.parametrize(
+    ("config", "transfer"),
+    [
+        ({"scenario": "task"}, 0.0),
+        ({"scenario": "class"}, None),  # the classes of a task may not be named before it begins
+        ({"scenario": "class", "stream": {"name": "s", "foreseen": True}}, 0.0),
+        ({"scenario": "class", "stream": {"name": "s", "labels": "shared"}}, 0.0),
+    ],
+)
+def test_forward_transfer_only_where_it_could_be_another_number(config, transfer):
+    some = result(**config)
+    (row,) = runs([some])
+    (line,) = table([some]).split("\n\n")[0].splitlines()[3:]
+    assert row["forward transfer"] == transfer and line.split()[-2] == ("–" if transfer is None else "0.0")
+    assert some.forward_transfer == transfer or np.isnan(some.forward_transfer)
+
+
+def test_the_average_over_tasks_and_over_test_examples_are_two_numbers():
+    (x, y), (x_test, y_test) = streams.digits_data()
+    few, test = y < 8, y_test < 8  # eight classes, then two
+    stream = streams.from_tasks(
+        [((x[few], y[few]), (x_test[test], y_test[test])), ((x[~few], y[~few]), (x_test[~test], y_test[~test]))],
+        scenario="class",
+    )
+    counts = []
+
+    class Counting(Method):
+        def predict(self, model, x, task=None):
+            out = super().predict(model, x, task)
+            labels = y_test[test] if len(x) == test.sum() else y_test[~test]
+            counts.append(int((out.argmax(-1) == labels).sum()))
+            return out
+
+    found = run(nets.mlp, Counting(), stream, epochs=10, batch_size=32)
+    assert found.examples == [int(test.sum()), int((~test).sum())]
+    assert found.overall_accuracy == pytest.approx(sum(counts[-2:]) / len(y_test))
+    assert 0.45 < found.average_accuracy < 0.5 and 0.17 < found.overall_accuracy < 0.21
+    assert "average accuracy 4" in str(
+        found
+    ) and f"({100 * found.overall_accuracy:.1f} % over all test examples)" in str(found)
+
+
+def test_both_averages_are_kept_and_older_files_still_read(tmp_path):
+    some = result()
+    some.examples = [30, 10]
+    path = some.save(tmp_path)
+    loaded = Result.load(path)
+    assert loaded.examples == [30, 10] and loaded.overall_accuracy == pytest.approx((30 * 0.4 + 10 * 0.8) / 40)
+    (row,) = runs([loaded])
+    assert row["average"] == 0.6 and row["overall"] == 0.5
+    content = json.loads(path.read_text())
+    del content["examples"]
+    path.write_text(json.dumps(content))
+    old = Result.load(path)
+    assert old.examples == [] and np.isnan(old.overall_accuracy) and runs([old])[0]["overall"] is None
+    assert html([old]) and "–" in table([old])
+    for wrong in ([30], [30, 0], ["many", "few"], {"a": 1}):
+        path.write_text(json.dumps({**content, "examples": wrong}))
+        with pytest.raises(ValueError, match="not a whole Everlearn result"):
+            Result.load(path)
 
 
 def test_what_nobody_measured_stays_unknown(tmp_path):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import everlearn
-from everlearn import L2, Gaussian, Method, Task, evaluate, nets, run, streams, train
+from everlearn import L2, Gaussian, LwF, Method, Task, evaluate, nets, run, streams, train
 
 X = torch.randn(64, 5, generator=torch.Generator().manual_seed(0))
 Y = (X[:, 0] > 0).long()
@@ -322,6 +322,27 @@ def test_regression_is_learned_too():
     assert -1e-3 < result.average_accuracy <= 0 and "average minus squared error -" in str(result)
 
 
+@pytest.mark.parametrize("chunk", [None, 40])
+def test_joint_training_takes_the_steps_of_all_tasks_together(chunk, small_net, small_stream):
+    class Steps(Method):
+        taken = 0
+
+        def after_step(self, model):
+            Steps.taken += 1
+
+    stream = small_stream("class") if chunk is None else streams.online(small_stream("class"), chunk=chunk)
+    taken = []
+    for learned in (stream, stream.joint()):
+        Steps.taken = 0
+        found = run(small_net, Steps(), learned, iterations=7)
+        taken.append(Steps.taken)
+    assert taken == [7 * len(stream)] * 2
+    assert found.config["training"]["iterations"] == 7 * len(stream) and found.config["stream"]["merged"] == len(stream)
+    before = Steps.taken
+    train(small_net(64, 6), Steps(), stream.joint()[0], iterations=7)  # one task of one's own is as long as one says
+    assert Steps.taken - before == 7
+
+
 def test_costs_are_counted(small_net, small_stream):
     result = run(small_net, L2(), small_stream())
     assert set(result.cost["seconds"]) == {"train", "consolidate", "evaluate"} and result.seconds > 0
@@ -342,3 +363,33 @@ def test_progress_bars_show_loss_on_demand(capsys):
     assert "task 0" in capsys.readouterr().err
     train(linear(), Method(), (X, Y), iterations=2)
     assert capsys.readouterr().err == "", "not on a terminal"
+
+
+@pytest.mark.parametrize("kind", [Method, LwF])
+def test_accumulated_gradients_do_not_count_ignored_labels(kind):
+    """Micro-batches with unequal shares of ignored labels make the step of the whole batch."""
+    x, y = torch.randn(16, 5).double(), torch.arange(16) % 2
+    y[8:15] = -100
+    ends = []
+    for parts in (1, 4):
+        torch.manual_seed(0)
+        model, method = nn.Linear(5, 2).double(), kind()
+        train(model, method, Task([(x[:8], y[:8])], id=0), optimizer=sgd)
+        train(model, method, Task([(x, y)], id=1), epochs=3, optimizer=sgd, accumulate=parts)
+        ends.append(model)
+    for a, b in zip(*(m.parameters() for m in ends), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_examples_whose_labels_are_ignored_are_not_scored():
+    model = linear()
+    right = (model(X).argmax(1) == Y).float()
+    y = torch.where(torch.arange(64) < 20, -100, Y)
+    assert evaluate(model, Method(), Task(test=(X, y)), batch_size=7)[0] == pytest.approx(right[20:].mean().item())
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_batch_without_a_label_that_counts_is_told(parts):
+    y = torch.full_like(Y, -100)
+    with pytest.raises(FloatingPointError, match="none of the batch's labels counts"):
+        train(linear(), Method(), [(X, y)], accumulate=parts)

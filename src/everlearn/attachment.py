@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -12,11 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from everlearn import distributed
-from everlearn.batch import Batch, ask
+from everlearn.batch import Batch
+from everlearn.forward import ask
 from everlearn.likelihood import Categorical, Likelihood
-from everlearn.loops import Came, Seen, arrived, left_of, on_gradient, rows_compared, weights_of
+from everlearn.loops import Came, Seen, arrived, is_clipped, left_of, on_gradient, rows_compared, weights_of
 from everlearn.params import refuse_sharded
 
 if TYPE_CHECKING:
@@ -37,10 +41,11 @@ class Attachment:
     and after the move it has ``after_step(model)``. At that place gradients are summed, unscaled and averaged over processes, so
     that accumulation and mixed precision need not be known, and the loop's own loss stays what it is. c_b is how much of L_task(b)
     is in g: where labels are known it is measured at every step, at the outputs and at a parameter, since a scaler or a clipping
-    may have come between; else it is the micro-batch's share of the examples. A method whose task loss is another than the
-    likelihood's, as that of replay is, subtracts the latter, and refuses a loop whose loss is no multiple of it. Penalties of the
-    parameters alone are added as they are. Methods that look at examples see those that pass the model in training mode;
-    labels are told by ``see``. What has passed without a step, because a gradient scaler skipped it or the loop did, is forgotten
+    may have come between. Labels that nobody tells are read off the gradient of a cross-entropy; where c_b cannot be seen, what
+    depends on it is refused. A loss that is no multiple of L_task counts as a mean over its examples. A method whose task loss
+    is another than the likelihood's, as that of replay is, subtracts the latter, and refuses a loop whose loss is no multiple of
+    it. Penalties of the parameters alone are added as they are. Methods that look at examples see those that pass the model in
+    training mode, or that ``see`` has told of, which also tells the labels. What has passed without a step, because a gradient scaler skipped it or the loop did, is forgotten
     when gradients begin anew.
 
     Args:
@@ -58,6 +63,9 @@ class Attachment:
         self.method, self.model, self.likelihood = method, model, likelihood or Categorical()
         self._seen: list[Seen] = []
         self.busy = self._edited = False  # asking the model itself; owing an after_step
+        self._twice = False  # whether the loop's own loss has had the method's part in this step
+        self._missed = True  # whether no batch was seen in the last step
+        self._warned = set[str]()
         self._replaces = method.changes("join") or method.changes("task_loss")
         self._mixes = any(isinstance(m, _BatchNorm) for m in model.modules())
         self._backward = 0  # the loop's backward passes so far
@@ -71,21 +79,24 @@ class Attachment:
             optimizer.register_step_post_hook(self._after),
             model.register_forward_pre_hook(self.before_pass, with_kwargs=True),
             model.register_forward_hook(self._passed, with_kwargs=True),
+            register_optimizer_step_pre_hook(_Watch(self, optimizer)),  # of all optimizers
         ]
+        for part in (method, *getattr(method, "methods", ())):
+            part._attached = self
+        weakref.finalize(self, self._handles[-1].remove)
 
-    def see(self, x: Any, y: Tensor | None = None, *, epoch: int = 0, out: Tensor | None = None) -> None:
+    def see(self, x: Any, y: Tensor | None = None, *, out: Tensor | None = None) -> None:
         """Tell of the micro-batch that goes through the model next.
 
         Args:
             x: its inputs, or a ``Batch``.
             y: its labels.
-            epoch: the pass over the data; memories take examples in the first.
             out: what the model has said to it, where that is known.
         """
         if self.method.of_parameters:
             return
         if not isinstance(x, Batch):
-            x = Batch(x, None if y is None else self.likelihood.labels(y), likelihood=self.likelihood, epoch=epoch)
+            x = Batch(x, None if y is None else self.likelihood.labels(y), likelihood=self.likelihood)
         self._seen.append(Seen(x))
         if out is not None:
             self._note(self._seen[-1], out)
@@ -95,6 +106,23 @@ class Attachment:
         for handle in self._handles:
             handle.remove()
         self._handles, self._seen = [], []
+        for part in (self.method, *getattr(self.method, "methods", ())):
+            if part._attached is self:
+                part._attached = None
+
+    def note_loss(self, loss: Tensor | float) -> None:
+        """A penalty or a loss that the loop itself has asked for: if it goes into the gradients, it is there twice."""
+        if not self.busy and isinstance(loss, Tensor) and loss.requires_grad:
+            loss.register_hook(self._counted)
+
+    def _counted(self, gradient: Tensor) -> None:
+        self._twice = True
+
+    def warn_of(self, what: str, stacklevel: int) -> None:
+        """Say it once."""
+        if what not in self._warned:
+            self._warned.add(what)
+            warnings.warn(what, UserWarning, stacklevel=stacklevel + 1)
 
     def __enter__(self) -> Self:
         return self
@@ -108,14 +136,14 @@ class Attachment:
 
     def before_pass(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Running statistics are noted where something must be taken back later."""
-        if self.busy and self._again is not None and args and args[0] is self._again:
+        if self.busy and self._is_again(args, kwargs):
             self._statistics = self._all_statistics()  # what the loop has passed must not count twice
         elif not self.busy and self._mixes and self._replaces and not self._before_pass and self._learns(model):
             self._before_pass = self._all_statistics()
 
     def _passed(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Note what goes through the model while it learns."""
-        if self.busy and self._again is not None and args and args[0] is self._again:
+        if self.busy and self._is_again(args, kwargs):
             _put_back(self._statistics)
         if self.busy or self.method.of_parameters or not self._learns(model):
             return
@@ -129,8 +157,20 @@ class Attachment:
             one.batch = replace(one.batch, x=passed.x)  # as the loop has normalised it
         self._note(one, out)
 
+    def _is_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the model is asked what the loop has asked it already."""
+        if self._again is None:
+            return False
+        if isinstance(self._again, Mapping) and kwargs:
+            return all(kwargs.get(name) is value for name, value in self._again.items())
+        if isinstance(self._again, tuple) and len(args) > 1:
+            return all(a is b for a, b in zip(args, self._again, strict=False))
+        return bool(args) and args[0] is self._again
+
     def _learns(self, model: nn.Module) -> bool:
-        return model.training and torch.is_grad_enabled()
+        """Whether the loop learns from this pass: in training mode, or if it was told of."""
+        told = bool(self._seen) and not self._seen[-1].passed
+        return (model.training or told) and torch.is_grad_enabled()
 
     def _all_statistics(self) -> list[tuple[Tensor, Tensor]]:
         return [(b, b.clone()) for b in self.model.buffers()]
@@ -140,6 +180,7 @@ class Attachment:
         one.passed, self._queued = True, False
         device = next(self.model.parameters()).device.type
         one.precision = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        out = out if isinstance(out, Tensor) else getattr(out, "logits", None)
         if not isinstance(out, Tensor) or not out.dim():
             return
         one.out = out.detach().clone() if self.method.changes("observe") else out.detach()  # the loop may overwrite it
@@ -214,11 +255,13 @@ class Attachment:
 
     def _edit(self) -> None:
         """Add the method's part to the gradients, and let it edit them."""
+        missed = not self._seen
         pulled = [one for one in self._seen if one.pull is not None] or [one for one in self._seen if not one.waits]
         seen, self._seen = [one for one in pulled or self._seen if one.batch.weight], []
         came, self._came = self._came, []
         if all(p.grad is None for p in self.model.parameters()):
             return
+        self._tell(missed)
         left = left_of(came)
         scale = 1 / left if left is not None and left < 1 else 1.0
         with self._unnoticed(bool(seen)):
@@ -227,13 +270,65 @@ class Attachment:
             with _averaged(learning):
                 for one, count in zip(seen, counts, strict=True):
                     with _autocast(one, self.model), _hint(one.batch):
-                        extra = count * self._extra(one)
+                        extra = self._weighed(self._extra(one), *count)
+                    if isinstance(extra, Tensor) and is_clipped(left):
+                        self._tell_of_clipping()
                     _backward(extra, learning, scale if one.precision == torch.float16 else 1.0)
             if not seen:
-                _backward(self.method.unpulled(self.model, None, None), learning)
+                _backward(self._unseen(missed), learning)
             self.method.pull(self.model)
             self.method.before_step(self.model)
         self._edited, self._before_pass = True, []
+
+    def _tell(self, missed: bool) -> None:
+        """Of a loop that would make the method count twice, or not at all."""
+        name = type(self.method).__name__
+        if self._twice:
+            self._twice = False
+            sentence = (
+                f"The loss of this loop has the penalty or the loss of {name} in it, which the attachment adds by itself: it counts "
+                f"twice. Leave {name}.penalty() and {name}.loss() out of the loop, or attachment.remove()."
+            )
+            if self._replaces:  # what passed the model is not the loop's batch either
+                raise ValueError(sentence)
+            self.warn_of(sentence, stacklevel=5)
+        looks = self._replaces or self.method.changes("observe")
+        if looks and missed and (self._missed or not self.model.training):
+            raise ValueError(self._nothing_seen())
+        self._missed = missed
+
+    def _tell_of_clipping(self) -> None:
+        name = type(self.method).__name__
+        self.warn_of(
+            f"This loop clips its gradients before {name} adds its part, which is shortened by the same factor: the direction is that of "
+            "the whole loss, the length is not, and a step may be longer or much shorter than the clipping would leave it. To clip "
+            "the whole loss take it from method.loss(model, batch), without an attachment.",
+            stacklevel=5,
+        )
+
+    def _nothing_seen(self) -> str:
+        how = "the model is in evaluation mode" if not self.model.training else "its layers are called one by one"
+        return (
+            f"{type(self.method).__name__} looks at examples, and none went through the model in this step: {how}. Call model.train() and "
+            "the model itself, model(x), or tell of each batch, attachment.see(x, y) before the model is called."
+        )
+
+    def _unseen(self, missed: bool) -> Tensor | float:
+        """The penalty of a step without examples, for methods that need none."""
+        try:
+            return self.method.unpulled(self.model, None, None)
+        except ValueError as error:
+            raise ValueError(self._nothing_seen() if missed else str(error)) from error
+
+    def _weighed(self, extra: Tensor | float, count: float, unknown: str) -> Tensor | float:
+        if not isinstance(extra, Tensor) or not extra.requires_grad:
+            return 0.0
+        if unknown:
+            raise ValueError(
+                f"{type(self.method).__name__} cannot be weighed against this loop's loss: {unknown}. Or take the loss from "
+                "method.loss(model, batch), without an attachment."
+            )
+        return count * extra
 
     def _extra(self, one: Seen) -> Tensor | float:
         """What the method's loss has beyond the loop's."""
@@ -267,6 +362,30 @@ class Attachment:
                 yield
         finally:
             self.busy, self._again = False, None
+
+
+class _Watch:
+    """Tells when another optimizer moves the model; it keeps neither the attachment nor its optimizer alive."""
+
+    def __init__(self, attachment: Attachment, optimizer: Optimizer) -> None:
+        self.attachment, self.optimizer = weakref.ref(attachment), weakref.ref(optimizer)
+        self.known = weakref.WeakSet[Optimizer]()  # others that have been looked at
+
+    def __call__(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        own, attachment = self.optimizer(), self.attachment()
+        if optimizer is own or attachment is None or attachment.busy or optimizer in self.known:
+            return
+        self.known.add(optimizer)
+        if any(value is own for value in vars(optimizer).values()):  # it only wraps the one that is known
+            return
+        parameters = {id(p) for p in attachment.model.parameters() if p.requires_grad}
+        if any(id(p) in parameters for group in optimizer.param_groups for p in group["params"]):
+            name = type(attachment.method).__name__
+            attachment.warn_of(
+                f"{name} is attached to another optimizer than the {type(optimizer).__name__} that makes this step, so that nothing of "
+                f"{name} is in it: attachment.remove(), then {name}.attach(model, optimizer) with the new one.",
+                stacklevel=3,
+            )
 
 
 def _put_back(statistics: list[tuple[Tensor, Tensor]]) -> None:

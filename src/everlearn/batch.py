@@ -7,24 +7,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from everlearn.data import Inputs
 from everlearn.likelihood import Categorical, Likelihood
 
 Transform = Callable[[Inputs], Inputs]
-
-
-def ask(model: nn.Module, x: Inputs) -> Tensor:
-    """What a model says, which must be a tensor."""
-    out = model(x)
-    if not isinstance(out, Tensor):
-        raise TypeError(
-            f"The model must give a tensor of outputs, it gave a {type(out).__name__}: wrap it in a module whose "
-            "forward(x) returns the outputs alone."
-        )
-    return out
 
 
 @dataclass(slots=True)
@@ -37,7 +26,7 @@ class Batch:
         t: the task of each example.
         allowed: which class (column) an example of which task (row) may be given; None for all.
         likelihood: what the model's outputs mean.
-        epoch: the pass over the task's data that this batch belongs to.
+        epoch: the pass over the task's data that this batch belongs to, for progress bars and messages.
         raw: the inputs before augmentation, where there is any.
         transform: the augmentation, for examples that are seen again.
     """
@@ -114,6 +103,14 @@ class Batch:
     def weight(self) -> float:
         """How many labels the loss is a mean over."""
         return float(len(self) if self.y is None else self.likelihood.weight(self.y))
+
+    def labeled_rows(self) -> Tensor | None:
+        """A mask of the examples that have a label which counts; None where all have."""
+        counted = self.likelihood.counted(self.y)
+        if counted is None:
+            return None
+        rows = counted.flatten(1).any(1)
+        return None if rows.all() else rows
 
     def labels(self) -> Tensor:
         """The labels, which a loss needs."""

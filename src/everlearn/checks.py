@@ -120,13 +120,20 @@ def explain_loss(value: float, task: Task, step: int, batch: Batch, model: nn.Mo
         cure = f"{_blame(task)}has NaN or infinite inputs: clean the data"
     elif batch.y is not None and _broken(batch.y):
         cure = "the batch has NaN or infinite targets: clean the data"
-    elif rows is not None and batch.y is not None and batch.y.dim() == 1 and not rows.gather(1, batch.y[:, None]).all():
+    elif batch.y is not None and not batch.weight:
+        cure = "none of the batch's labels counts, all are -100: leave such examples out, or take larger batches"
+    elif rows is not None and batch.y is not None and batch.y.dim() == 1 and not _named(rows, batch.y):
         cure = "the batch has labels that the task's table of allowed classes does not name"
     elif any(not p.isfinite().all() for p in model.parameters()):
         cure = "the weights are no longer finite since the step before: lower the learning rate or the strength of the method, or clip gradients"
     else:
         cure = "lower the learning rate or the strength of the method, or clip gradients; the parameters are those before this step"
     return f"The loss is {value} in {task}, epoch {batch.epoch}, step {step}: {cure}."
+
+
+def _named(rows: Tensor, y: Tensor) -> bool:
+    """Whether every label that is not ignored is an allowed one."""
+    return bool((rows.gather(1, y.clamp(min=0)[:, None])[:, 0] | (y == -100)).all())
 
 
 def _blame(task: Task) -> str:

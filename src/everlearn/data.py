@@ -140,9 +140,15 @@ class Items:
 
 @dataclass(eq=False)
 class Batches:
-    """A DataLoader or any other iterable of batches; its own batch size and order stand."""
+    """A DataLoader or any other iterable of batches; its own batch size and order stand.
+
+    Args:
+        iterable: of batches as ``as_rows`` takes them.
+        rename: the output that each label stands for, where labels are not outputs already.
+    """
 
     iterable: Iterable[Any]
+    rename: Mapping[int, int] | None = None
 
     def __len__(self) -> int:
         if isinstance(self.iterable, DataLoader):
@@ -173,7 +179,8 @@ class Batches:
                 batch = next(batches, None)
             if batch is None:
                 return
-            yield as_rows(batch)
+            x, y, t = as_rows(batch)
+            yield x, y if y is None or self.rename is None else renumber(y, self.rename), t
 
 
 class _Drawn(Dataset[Any]):
@@ -252,6 +259,11 @@ class _Marked(Dataset[Any]):
         return x, y, self.task
 
 
+def inputs_alone(batch: Inputs) -> Inputs:
+    """The inputs of a batch that is a dict with labels among them; other inputs as they are."""
+    return {name: v for name, v in batch.items() if name != "labels"} if isinstance(batch, Mapping) else batch
+
+
 def as_rows(batch: Any, marked: bool = False) -> Rows:
     """A batch as people have them: (x, y), inputs alone, or a dict of tensors with the labels among them, as Hugging Face has it.
 
@@ -274,6 +286,28 @@ def as_rows(batch: Any, marked: bool = False) -> Rows:
         return _tensor(batch), None, None
     kind = f"{len(batch)} parts" if isinstance(batch, (tuple, list)) else f"a {type(batch).__name__}"
     raise TypeError(f"A batch must be a pair (x, y) or a dict with labels, got {kind}: wrap your data to yield pairs.")
+
+
+def renumber(values: Tensor, mapping: Mapping[int, int], kind: str = "label") -> Tensor:
+    """Whole numbers under a mapping that must know them all; -100, the label that is ignored, stays.
+
+    >>> renumber(torch.tensor([[7, -100], [5, 7]]), {5: 0, 7: 1})
+    tensor([[   1, -100],
+            [   0,    1]])
+    """
+    if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
+        raise TypeError(f"Class {kind}s must be integers, got {values.dtype}: use y.long().")
+    values = values.long()
+    known = torch.tensor(sorted(mapping), device=values.device)
+    numbers = torch.tensor([mapping[k] for k in sorted(mapping)], device=values.device)
+    index = torch.searchsorted(known, values).clamp(max=len(known) - 1)
+    found = known[index] == values
+    if unknown := values[~found & (values != -100)].unique().tolist():
+        raise ValueError(
+            f"The {kind} {unknown[0]} is not one of the task's: it has {', '.join(map(str, sorted(mapping)[:20]))}. Training "
+            "and test data of a task have the same classes; where they come in batches, name them all with classes=…."
+        )
+    return torch.where(found, numbers[index], values)
 
 
 def _are_alike(a: Any, b: Any) -> bool:

@@ -7,6 +7,7 @@ by a wrapper that was made before it. With one process all of this does nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -64,19 +65,22 @@ def every(thing: Any) -> list[Any]:
 
 @torch.no_grad()
 def average_gradients(parameters: Sequence[Tensor], weight: float, loss: float) -> float:
-    """``p.grad`` becomes the mean over all processes, each with its weight; the mean loss is returned.
+    """``p.grad`` becomes the mean over all processes, each with its weight; the mean loss is returned, NaN if no weight is above 0.
 
-    A parameter that no process has a gradient of stays without one, as optimizers know it.
+    A parameter that no process has a gradient of stays without one, as optimizers know it. What a process of weight 0 has, which
+    may be NaN, does not count.
     """
     if world() == 1:
         return loss
     has = [p.grad is not None for p in parameters]
-    facts = torch.tensor([weight, weight * loss, *has], dtype=torch.float64, device=_post())
+    facts = torch.tensor([weight, weight * loss if weight else 0.0, *has], dtype=torch.float64, device=_post())
     dist.all_reduce(facts)
-    whole = float(facts[0]) or 1.0
+    whole = float(facts[0])
+    if not whole:
+        return math.nan
     moved = [p for p, count in zip(parameters, facts[2:].tolist(), strict=True) if count]
     for p in moved:
-        p.grad = torch.zeros_like(p) if p.grad is None else p.grad.mul_(weight / whole)
+        p.grad = torch.zeros_like(p) if p.grad is None or not weight else p.grad.mul_(weight / whole)
     add_up(p.grad for p in moved if p.grad is not None)
     return float(facts[1]) / whole
 

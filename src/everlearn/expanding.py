@@ -46,18 +46,15 @@ class Expanding(Isolation):
         self.blocks: list[Block] = []  # the units of tasks that have ended
         self.stamps: list[int] = []  # in which task each block was added, counted from 0
         self.reads: list[Params] = []  # how each task's output layer reads added units
-        self.outputs: list[int] = []  # parameters of each task's output layer
         self.live: Block = {}  # the units of the task that is being learned; those asleep are zero
         self.awake: dict[str, int] = {}
         self.read: Params = {}
-        self.size = 0  # parameters of the model without its output layer
         self.seed = 0
         self.steps = 0  # of this task
         self.heard, self.hearings = 0.0, 0  # the training loss since it was asked for
         self._task: Task | None = None
         self._planned: int | None = None  # steps
         self._watch = Watch(type(self).__name__, None, False, False)
-        self._locks = Locks()
         self._beside: Beside | None = None
 
     def parameters(self) -> list[nn.Parameter]:
@@ -87,14 +84,16 @@ class Expanding(Isolation):
         return added
 
     def facts(self) -> dict[str, float]:
-        """Units added so far, and parameters of the network with them and every task's output layer."""
-        if not self.own:
-            return {}
+        """Units added so far."""
+        units = sum(n for added in self.growth().values() for n in added.values())
+        return {"units added so far": units} if self.own else {}
+
+    def extra_parameters(self, model: nn.Module) -> int:
+        """Those of added units and of what reads them, and every earlier task's output layer."""
         tensors = [v for read in self.reads for v in read.values()]
         tensors += [v for b in self.blocks for t in b.values() for n, v in t.items() if "running" not in n]
-        units = sum(n for added in self.growth().values() for n in added.values())
-        every = self.size + sum(self.outputs) + sum(v.numel() for v in tensors)
-        return {"units added so far": units, "all parameters": every}
+        every = {id(v): v for v in [*tensors, *self.parameters()]}
+        return self.count_own(model) + sum(v.numel() for v in every.values())
 
     def export(self, model: nn.Module, task: int) -> nn.Module:
         """A plain module that answers as the task with this number: the model as wide as it was then.
@@ -224,9 +223,7 @@ class Expanding(Isolation):
         if len(self.reads) < len(self.tasks):
             self.reads.append({})
         own = kept(model, self.output, rest=False)
-        self.size = sum(p.numel() for n, p in named_with_frozen(model).items() if n not in own)
-        self.outputs = [*self.outputs[: len(self.tasks) - 1], sum(p.numel() for p in own.values())]
-        self.leave(remembered_state(model, own))
+        self.leave(model, remembered_state(model, own))
         self._task = None  # or its data would live as long as the method
         self._attach(model)
 

@@ -10,11 +10,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 
+from everlearn.forward import ask
 from everlearn.heads import output_layer
 from everlearn.likelihood import Categorical
+from everlearn.locks import Checksum, Locks, changed, checksums
 from everlearn.method import Method
 from everlearn.params import Params, evaluating, named_with_frozen, unwrap
 
@@ -39,8 +40,10 @@ class Isolation(Method):
         self.tasks: list[int] = []  # their numbers, in the order learned; one without a number gets the next
         self.rows: list[Tensor | None] = []  # the outputs each may be answered with
         self.own: list[Params] = []  # parameters and statistics that each task has for itself
+        self.checksums: list[dict[str, Checksum]] = []  # of what it shares with those before it, when it ended
         self.open: bool = False  # whether the last of them is still being learned
         self.classes: bool = True  # whether outputs are of classes, so that they tell how sure they are
+        self._locks = Locks()
         self._loaded = False
         self._asked: int | None = None  # the task whose sub-network is to answer, counted from 0
 
@@ -68,12 +71,46 @@ class Isolation(Method):
             raise ValueError(f"Task {self.tasks[-1]} has not ended: call end_task(model, task) before the next begins.")
         return new
 
-    def leave(self, own: Params) -> None:
-        """Note that the task has ended, and what it keeps for itself."""
+    def leave(self, model: nn.Module, own: Params) -> None:
+        """Note that the task has ended, what it keeps for itself, and what the rest of its sub-network was."""
         if not self.tasks:
             raise ValueError(f"{type(self).__name__}.end_task before any begin_task(model, task).")
-        self.own = [*self.own[: len(self.tasks) - 1], own]
+        count = len(self.tasks)
+        self.own = [*self.own[: count - 1], own]
+        self.checksums = [*self.checksums[: count - 1], checksums(model, self.protected(model, count))]
         self.open = self._loaded = False
+
+    def extra_parameters(self, model: nn.Module) -> int:
+        """Those of the method, and what each earlier task has for itself."""
+        return super().extra_parameters(model) + self.count_own(model)
+
+    def count_own(self, model: nn.Module) -> int:
+        """Parameters that earlier tasks have for themselves; those of the last task are in the model."""
+        names = {name for name, _ in unwrap(model).named_parameters()}
+        earlier = self.own[: max(0, len(self.tasks) - 1)]
+        return sum(v.numel() for own in earlier for name, v in own.items() if name in names)
+
+    def restore_locked(self, model: nn.Module) -> None:
+        """Put back what earlier tasks answer with, after averaged weights were copied into the model and before the task ends."""
+        self._locks.restore(model, everything=True)
+
+    def protected(self, model: nn.Module, count: int) -> Params:
+        """Masks of the entries that the first so many tasks answer with and do not keep for themselves; none may move any more."""
+        return {}
+
+    def check_between_tasks(self, model: nn.Module, task: Any) -> None:
+        """Refuse to go on where something has moved what earlier tasks answer with since the last of them ended."""
+        ended = len(self.tasks) - (not self.is_new(task))
+        if not 0 < ended <= len(self.checksums):
+            return
+        moved = changed(model, self.protected(model, ended), self.checksums[ended - 1])
+        if moved:
+            raise ValueError(
+                f"{', '.join(moved[:3])}{', …' * (len(moved) > 3)} moved since task {self.tasks[ended - 1]} ended, so that "
+                f"{type(self).__name__} would answer differently for the tasks learned so far. Was there a late optimizer step, or were "
+                "averaged or saved weights copied in? Put the weights back. To keep averages, copy them in before end_task(model, task), "
+                "and then call restore_locked(model)."
+            )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what a method of the same kind had learned; the next ``begin_task`` puts it to work."""
@@ -99,8 +136,7 @@ class Isolation(Method):
 
     def current(self, model: nn.Module, x: Any) -> Tensor:
         """What the model says as it is, for the task that is being learned or one that is not learned yet."""
-        said: Tensor = model(x)
-        return said
+        return ask(model, x)
 
     def place(self, number: int) -> int:
         """Where the task with this number stands in the order learned, counted from 0."""
@@ -193,8 +229,7 @@ def call(model: nn.Module, state: Params, x: Any) -> Tensor:
     inner = unwrap(model)
     like = {**dict(inner.named_parameters()), **dict(inner.named_buffers())}
     there = {n: v.to(like[n].device, like[n].dtype) for n, v in state.items()}  # the model may have been moved since
-    said: Tensor = functional_call(inner, there, (x,))
-    return said
+    return ask(inner, x, there)
 
 
 @torch.no_grad()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import zlib
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from everlearn.params import Params, named_with_frozen, unwrap
+
+Checksum = tuple[str, int]  # the precision it was taken in, and the number
 
 
 class Locks:
@@ -63,11 +66,15 @@ class Locks:
                 _bits(p.grad).bitwise_and_(self._open[name])
 
     @torch.no_grad()
-    def restore(self, model: nn.Module) -> None:
-        """After a step: every locked entry where it was."""
+    def restore(self, model: nn.Module, everything: bool = False) -> None:
+        """After a step: every locked entry where it was.
+
+        A parameter that is locked as a whole and has no gradient is passed over, since no optimizer has moved it, unless
+        ``everything`` is asked for.
+        """
         for name, p in named_with_frozen(model).items() if self.masks else ():
             if name in self.masks and (
-                name not in self.whole or p.grad is not None
+                everything or name not in self.whole or p.grad is not None
             ):  # another method may have given it one
                 _bits(p).bitwise_and_(self._open[name]).bitwise_or_(self._held[name])
         for module, leaf, value in self.buffers:  # looked up anew: a model may put another tensor in its place
@@ -81,7 +88,8 @@ class Locks:
                 if not torch.equal(p.detach()[mask], value[mask]):
                     raise ValueError(
                         f"Something has moved locked entries of {name}, so earlier tasks would change: call "
-                        f"{method}.before_step(model) and {method}.after_step(model) around every optimizer step."
+                        f"{method}.before_step(model) and {method}.after_step(model) around every optimizer step, and after copying "
+                        f"averaged weights in {method}.restore_locked(model)."
                     )
 
     def release(self, model: nn.Module) -> None:
@@ -89,6 +97,40 @@ class Locks:
         self.masks, self.values, self.whole, self.buffers = {}, {}, set(), []
         self._open, self._held = {}, {}
         take_off(model, _evaluate)
+
+
+@torch.no_grad()
+def checksums(model: nn.Module, masks: Mapping[str, Tensor]) -> dict[str, Checksum]:
+    """Of every parameter with a mask, a number that tells later whether the masked entries are still the same.
+
+    It takes no memory and goes into a file, where a copy of the entries would double the model.
+    """
+    parameters = named_with_frozen(model)
+    return {n: (str(parameters[n].dtype), _checksum(parameters[n], mask)) for n, mask in masks.items()}
+
+
+@torch.no_grad()
+def changed(model: nn.Module, masks: Mapping[str, Tensor], before: Mapping[str, Checksum]) -> list[str]:
+    """The parameters whose masked entries are others than when the checksums were taken.
+
+    A model that was moved to a finer precision has the same numbers in it; one that was rounded to a coarser one cannot be compared.
+    """
+    parameters, found = named_with_frozen(model), []
+    for name, (precision, number) in before.items():
+        if name not in parameters or name not in masks:
+            found.append(name)
+            continue
+        dtype = getattr(torch, precision.removeprefix("torch."))
+        if torch.promote_types(parameters[name].dtype, dtype) != parameters[name].dtype:
+            continue
+        if _checksum(parameters[name].to(dtype), masks[name]) != number:
+            found.append(name)
+    return found
+
+
+def _checksum(parameter: Tensor, mask: Tensor) -> int:
+    held = torch.where(mask.to(parameter.device), parameter, 0) + 0.0  # of two zeros, one
+    return zlib.crc32(_bits(held.contiguous()).cpu().numpy().data)
 
 
 def _bits(tensor: Tensor) -> Tensor:

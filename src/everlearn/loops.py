@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
 from everlearn.batch import Batch
+from everlearn.likelihood import Bernoulli, Categorical
 
 
 @dataclass(eq=False)
@@ -76,49 +78,100 @@ def _few(p: nn.Parameter, most: int = 16) -> Tensor | None:
     return whole[:: max(1, len(whole) // most)]
 
 
-def weights_of(seen: list[Seen], left: float | None, method: str | None) -> list[float]:
-    """How much of each micro-batch's L_task is in the gradients; where nobody can tell, its share of the examples.
+def weights_of(seen: list[Seen], left: float | None, method: str | None) -> list[tuple[float, str]]:
+    """How much of each micro-batch's L_task is in the gradients, and, where nobody can tell, why.
+
+    A loss that is no multiple of L_task counts as a mean over its examples.
 
     Args:
         seen: the micro-batches.
         left: how much there is of what came by the loop's backward passes, None where nobody can tell.
         method: that cannot be served where the loop's loss is no multiple of L_task.
     """
-    whole, counts = sum(one.batch.weight for one in seen), []
-    for one in seen:
-        count, apart = _multiple(one)
-        if method is not None and apart:
-            raise ValueError(
-                f"{method} weighs the loss of new examples against that of old ones by {one.batch.likelihood}, and the loop's loss is "
-                "another one, not a multiple of it: give attach(…, likelihood=…) what the loop's loss is, or take the loss from "
-                "method.loss(model, batch)."
-            )
-        if method is not None and count is not None and (left is None or one.left is None):
-            raise ValueError(
-                f"{method} takes the place of a part of the loss, and between backward() and the step gradients were changed by more than "
-                "a common factor: add regularisers to the loss, clip by the norm of all gradients, or take the loss from "
-                "method.loss(model, batch)."
-            )
-        known = count is not None and not apart and left is not None and one.left is not None
-        counts.append(count * left * one.left if known else one.batch.weight / whole)  # type: ignore[operator]
-    return counts
+    whole = sum(one.batch.weight for one in seen)
+    return [_weight(one, one.batch.weight / whole, left, method) for one in seen]
 
 
-def _multiple(one: Seen) -> tuple[float | None, bool]:
+def _weight(one: Seen, share: float, left: float | None, method: str | None) -> tuple[float, str]:
+    count, apart = _multiple(one, share)
+    if count is None:
+        return 0.0, NO_GRADIENT if one.pull is None else NO_LABELS
+    if method is not None and apart:
+        raise ValueError(
+            f"{method} weighs the loss of new examples against that of old ones by {one.batch.likelihood}, and the loop's loss is "
+            "another one, not a multiple of it: give attach(…, likelihood=…) what the loop's loss is, or take the loss from "
+            "method.loss(model, batch)."
+        )
+    if left is None or one.left is None:
+        return 0.0, CHANGED
+    kept = left * one.left
+    if not apart:
+        return count * kept, ""
+    return share, ANOTHER_LOSS if is_clipped(kept) else ""
+
+
+def is_clipped(left: float | None) -> bool:
+    """Whether gradients were changed by another factor than a scaler's, which is a power of two."""
+    power = math.log2(left or 1.0)
+    return abs(power - round(power)) > 1e-5
+
+
+NO_GRADIENT = "no gradient came to the outputs of model(x): call the model itself, not its layers, and take the loss of what it returns"
+NO_LABELS = (
+    "how much of its own loss the loop has put into the gradients (a sum, a mean, a share) cannot be seen without labels: "
+    "call attachment.see(x, y) before the model"
+)
+CHANGED = (
+    "between backward() and the step gradients were changed by more than a common factor: add regularizers to the loss, or "
+    "clip by the norm of all gradients"
+)
+ANOTHER_LOSS = (
+    "the loop's loss is no multiple of the one that likelihood means, and its gradients were clipped after "
+    "backward(), so that its factor cannot be seen: give attach(…, likelihood=…) what the loop's loss is"
+)
+
+
+def _multiple(one: Seen, share: float) -> tuple[float | None, bool]:
     """Which multiple of L_task the loop's loss is, None where that cannot be seen, and whether it is none at all."""
-    if one.out is None or one.pull is None or one.batch.y is None:
+    if one.out is None or one.pull is None:
         return None, False
-    some, out = one.batch[one.rows], one.out[one.rows]
+    labels = _labels(one)
+    if labels is None:
+        return None, False
+    some, out = replace(one.batch, y=None)[one.rows], one.out[one.rows]
+    some = replace(some, y=labels)
     out = (out.float() if out.dtype in (torch.float16, torch.bfloat16) else out).clone().requires_grad_()
     if not some.weight:
-        return None, False
-    (gradient,) = torch.autograd.grad(some.loss(out) * (some.weight / one.batch.weight), out)
+        return share, False
+    told = one.batch.y is not None
+    part = some.weight / one.batch.weight if told else len(labels) / len(one.batch)
+    (gradient,) = torch.autograd.grad(some.loss(out) * part, out)
     ours, theirs = gradient.flatten().double(), one.pull.flatten().double()
     if not ours.any() or not theirs.isfinite().all():
-        return None, False
+        return share, False  # nothing has come, or the scaler will not step
     count = float(ours @ theirs / (ours @ ours))
     rounding = max(0.05, 8 * torch.finfo(one.pull.dtype).eps)
     return count, bool((theirs - count * ours).norm() > rounding * theirs.norm())
+
+
+def _labels(one: Seen) -> Tensor | None:
+    """The labels of the examples compared; where nobody told of them, those that the loop's gradient gives away.
+
+    That of a cross-entropy, softmax(out) - e_y, is negative for the label alone, that of yes/no labels for every yes. What
+    is read off wrongly from another loss is no multiple of it, and is found out.
+    """
+    if one.batch.y is not None:
+        return one.batch.y[one.rows]
+    pull = one.pull
+    if (
+        pull is None or pull.dim() < 2 or (pull.dim() > 2 and len(pull) < len(one.batch))
+    ):  # who knows how many tokens count
+        return None
+    if isinstance(one.batch.likelihood, Categorical):
+        return torch.where(pull.any(-1), pull.argmin(-1), -100)
+    if isinstance(one.batch.likelihood, Bernoulli):
+        return (pull < 0).to(pull.dtype)
+    return None
 
 
 def rows_compared(batch: Batch, out: Tensor) -> Tensor | slice:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, get_type_hints
+from typing import Any, ClassVar, cast, get_type_hints
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from everlearn.attachment import Attachment
-from everlearn.batch import Batch, ask
+from everlearn.batch import Batch
 from everlearn.fields import check_field
+from everlearn.forward import ask, check_next_tokens
 from everlearn.likelihood import Likelihood
 from everlearn.params import evaluating
 from everlearn.stream import SCENARIOS
@@ -55,6 +56,8 @@ class Method:
     )
 
     _owes = False  # a penalty's gradient, since a loss that was taken without it
+    _checked_outputs = False
+    _attached = cast("Attachment | None", None)  # what speaks the verbs in a loop that does not
 
     def __post_init__(self) -> None:
         for f, hint in _hints(self):
@@ -102,7 +105,7 @@ class Method:
     def predict(self, model: nn.Module, x: Any, task: Tensor | None = None) -> Tensor:
         """Outputs at test time, in evaluation mode; ``task`` holds each example's where known. [at most one may replace it]"""
         with evaluating(model):
-            return model(x)  # type: ignore[no-any-return]
+            return ask(model, x)
 
     # Given.
 
@@ -116,13 +119,24 @@ class Method:
         """
         if not isinstance(batch, Batch):
             raise TypeError(f"A loss is of a Batch, got a {type(batch).__name__}: write Batch(x, y).")
+        check_next_tokens(model, batch.x, batch.y)
         whole = self.join(batch)
         out = ask(model, whole.x)
+        if not self._checked_outputs:
+            self._checked_outputs = True
+            batch.likelihood.check_outputs(out)
         loss = self.task_loss(whole, out)
         out = out if whole is batch else out[: len(batch)]
         penalty = (self.unpulled if pulled else self.penalty)(model, batch, out)
         self.observe(batch, out.detach())
+        self._noted(loss if self.changes("join") or self.changes("task_loss") else penalty)
         return loss if isinstance(penalty, float) and penalty == 0.0 else loss + penalty
+
+    def _noted(self, loss: Tensor | float) -> Tensor | float:
+        """A penalty or loss as it is; an attachment, which adds it too, hears of it."""
+        if self._attached is not None:
+            self._attached.note_loss(loss)
+        return loss
 
     def unpulled(self, model: nn.Module, batch: Batch | None, out: Tensor | None) -> Tensor | float:
         """The penalty but for what ``pull`` adds."""
@@ -160,6 +174,14 @@ class Method:
     def parameters(self) -> Iterable[nn.Parameter]:
         """Trainable tensors of the method itself; most have none."""
         return ()
+
+    def extra_parameters(self, model: nn.Module) -> int:
+        """How many parameters prediction needs beyond those of the model; by default all of ``parameters()``.
+
+        Added units, columns, extractors and what each task has for itself count; what serves training alone, such as a
+        memory, a teacher or a generator, does not: it is state.
+        """
+        return sum(p.numel() for p in self.parameters())
 
     def facts(self) -> dict[str, float]:
         """Numbers about itself that a result keeps after every task, such as the share of its capacity in use."""
@@ -298,6 +320,10 @@ class Chain(Method):
         """Those of all."""
         return [p for m in self.methods for p in m.parameters()]
 
+    def extra_parameters(self, model: nn.Module) -> int:
+        """Those of all."""
+        return sum(m.extra_parameters(model) for m in self.methods)
+
     def facts(self) -> dict[str, float]:
         """Those of all; of two with one name the later."""
         return {name: value for m in self.methods for name, value in m.facts().items()}
@@ -332,6 +358,16 @@ def _sum(penalties: Iterable[Tensor | float]) -> Tensor | float:
 def parts(method: Method) -> list[Method]:
     """The methods of a chain, or the one that there is."""
     return method.methods if isinstance(method, Chain) else [method]
+
+
+def count_parameters(model: nn.Module, method: Method) -> int:
+    """Parameters that prediction needs: the model's, and whatever the method has added beside it.
+
+    >>> from everlearn import L2
+    >>> count_parameters(nn.Linear(3, 2), L2())
+    8
+    """
+    return sum(p.numel() for p in model.parameters()) + method.extra_parameters(model)
 
 
 def label(method: Method) -> str:

@@ -76,10 +76,11 @@ def remembered(model: nn.Module, anchor: Params, parameters: Params | None = Non
     """The model's parameters, or those given if their names are known already, that have an anchor; in its shape, differentiable.
 
     A parameter that has no anchor is left out, and so are the rows by which one has grown since: what is new is free. What is
-    frozen is left out too. An anchor none of whose names the model has is a mistake and raises.
+    frozen is left out too. An anchor none of whose names the model has is a mistake and raises, and so does a layer that has
+    changed in anything but its number of outputs.
     """
     parameters = named(model) if parameters is None else parameters
-    known = {name: _old_rows(p, anchor[name]) for name, p in parameters.items() if name in anchor}
+    known = {name: _old_rows(name, p, anchor[name]) for name, p in parameters.items() if name in anchor}
     if anchor and not known and not set(anchor) & set(named_with_frozen(model)):
         raise ValueError(
             f"None of the remembered parameters ({_some(anchor)}) is a trainable parameter of this "
@@ -220,14 +221,25 @@ def matching(names: Iterable[str], only: str | Mapping[str, float] | None) -> di
     return {name: weight for name, weight in weights.items() if weight}
 
 
-def _old_rows(p: Tensor, anchor: Tensor) -> Tensor:
+def check_growth(name: str, shape: torch.Size, remembered_shape: torch.Size) -> None:
+    """Refuse a parameter that has changed since it was remembered in anything but its number of rows.
+
+    An output layer gets rows, and so does a table of embeddings; what the old ones mean stays. A layer with other inputs is
+    another layer: its old corner has nothing to do with what was remembered.
+    """
+    same_kind = len(shape) == len(remembered_shape) and shape[1:] == remembered_shape[1:]
+    if not same_kind or shape[:1] < remembered_shape[:1]:
+        raise ValueError(
+            f"{name} has shape {tuple(shape)} and was remembered with shape {tuple(remembered_shape)}: between tasks a layer may get "
+            "more outputs, as everlearn.heads.grow_output(model, outputs) gives them to the output layer; it may not shrink, get other "
+            "inputs or change its kind. Build the model in its final width before the first task, or begin anew with another method."
+        )
+
+
+def _old_rows(name: str, p: Tensor, anchor: Tensor) -> Tensor:
     if p.shape == anchor.shape:
         return p
-    if p.dim() != anchor.dim() or any(new < old for new, old in zip(p.shape, anchor.shape, strict=True)):
-        raise ValueError(
-            f"A parameter of shape {tuple(p.shape)} was remembered with shape {tuple(anchor.shape)}: "
-            "a layer may grow between tasks, not shrink or change its kind."
-        )
+    check_growth(name, p.shape, anchor.shape)
     return corner(p, anchor.shape)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +13,16 @@ from everlearn.batch import Batch
 from everlearn.curvature.diagonal import Diagonal
 from everlearn.curvature.quadratic import FORMS, Form, Quadratic, total
 from everlearn.method import Method
-from everlearn.params import Params, check_finite, is_sharded, matching, named, named_with_frozen, sharded_like
+from everlearn.params import (
+    Params,
+    check_finite,
+    is_sharded,
+    matching,
+    named,
+    named_with_frozen,
+    remembered,
+    sharded_like,
+)
 
 HELD = "holding parameters does not bring the outputs of old classes back up against new ones"
 
@@ -24,7 +35,9 @@ class QuadraticPenalty(Method):
 
     F is ``bowl.form``, the importances times their strength, and θ* is ``bowl.anchor``. Outputs and parameters that appear
     after θ* was taken are free. The gradient is computed directly, all parameters at once, and costs the same after any
-    number of tasks. A strength is that of the tasks that end under it: tasks that have ended keep theirs.
+    number of tasks; where it is exactly zero there is none, so that weight decay moves no more than it does in fine-tuning. A
+    strength is that of the tasks that end under it: tasks that have ended keep theirs. What is frozen when a task ends gets no
+    importance: if it learns later, a warning says so.
 
     Args:
         only: which parameters are held: a pattern such as ``"backbone.*"``, or patterns with weights, the last match
@@ -41,17 +54,26 @@ class QuadraticPenalty(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.bowl = Quadratic()
+        self.frozen: dict[
+            str, float
+        ] = {}  # what was frozen when the last task ended and has no importance, with its weight
+        self.applied_strength: float | None = None  # that of the last task that ended
         if self.half:
             self.roundings = 0  # each of which draws anew, also after a restart
 
     def penalty(self, model: nn.Module, batch: Batch | None = None, out: Tensor | None = None) -> Tensor | float:
         """The pull back to θ*; nothing before the first task has ended."""
-        return self._holding()(model) if self.bowl.anchor else 0.0
+        if self.frozen:
+            self._notice_thawed(named(model))
+        return self._noted(self._holding()(model)) if self.bowl.anchor else 0.0
 
     def penalty_gradient(self, model: nn.Module) -> None:
         """The pull without its height and without a graph."""
+        parameters = named(model)
+        if self.frozen:
+            self._notice_thawed(parameters)
         if self.bowl.anchor:
-            self._holding().pull(model, named(model))
+            self._holding().pull(model, parameters)
 
     def before_step(self, model: nn.Module) -> None:
         """Nothing but a guard: a pull that was forgotten would be fine-tuning."""
@@ -70,9 +92,44 @@ class QuadraticPenalty(Method):
         found = some.sort().values[((len(some) - 1) * shares).round().long()]
         return {f"importance {100 * share:.0f} %": float(v) for share, v in zip(shares, found, strict=True)}
 
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what a method of the same kind had learned; say so where it has learned with another strength."""
+        super().load_state_dict(state)
+        own = self._last_strength()
+        if self.applied_strength is not None and own is not None and own != self.applied_strength:
+            warnings.warn(
+                f"This state holds its tasks with strength {self.applied_strength:g}, and keeps doing so: "
+                f"{type(self).__name__}(strength={own:g}) uses its own strength for tasks that end from now on.",
+                UserWarning,
+                stacklevel=3,
+            )
+
+    def _last_strength(self) -> float | None:
+        """The strength that this method would have given to the last task that ended."""
+        strength = getattr(self, "strength", None)
+        return float(strength) if isinstance(strength, (int, float)) else None
+
     def _holding(self) -> Quadratic:
         """What holds now."""
         return self.bowl
+
+    def _notice_thawed(self, parameters: Params) -> None:
+        """Parameters that learn now were frozen when the last task ended."""
+        thawed = {n: parameters[n] for n in self.frozen if n in parameters}
+        if thawed:
+            weights = {n: self.frozen.pop(n) for n in thawed}
+            self._thaw(thawed, weights)
+
+    def _thaw(self, parameters: Params, weights: dict[str, float]) -> None:
+        """Say that nothing holds them: what they matter to earlier tasks was not measured, and the data are gone."""
+        names = list(parameters)
+        warnings.warn(
+            f"{type(self).__name__} does not hold {', '.join(names[:4])}{', …' * (len(names) > 4)}: frozen when the last task ended, "
+            "they have no importance, and learn now as in fine-tuning. To hold them, make them trainable before end_task(model, "
+            "task), which measures what is trainable then, and freeze them again after it.",
+            UserWarning,
+            stacklevel=4,
+        )
 
     def _hold(self, model: nn.Module, importance: Form | Params, scale: float, decay: float = 1.0) -> None:
         """Hold the parameters where they are now: F ← decay · F + scale · importance."""
@@ -97,13 +154,22 @@ class QuadraticPenalty(Method):
             form = _sharded(form, known)
         weights = matching(known, self.only)
         _check(form, known, parameters)
+        if self.bowl.anchor:
+            remembered(model, self.bowl.anchor, parameters)  # refuses layers that are not what they were
         if not form.names & set(weights) and weights.keys() & parameters.keys():  # or all that is to be held is frozen
             raise ValueError(f"This importance is of none of the parameters that only={self.only!r} asks to hold.")
         if self.half and not isinstance(form, Diagonal):
             raise ValueError(f"half is for importances per parameter, not for a {type(form).__name__} form.")
         here = {n: p.detach().clone() for n, p in parameters.items() if n in weights}
         check_finite(here)
+        self._note_frozen(known, weights)
         return self._placed(form.weighted(weights)), self._placed(Diagonal(here)).diagonal()
+
+    def _note_frozen(self, known: Params, wanted: dict[str, float]) -> None:
+        """Remember which of the parameters to be held are frozen and have no importance from an earlier task."""
+        held = self.bowl.form.names
+        frozen = {n for n, p in known.items() if not p.requires_grad and p.is_floating_point()}
+        self.frozen = {n: weight for n, weight in wanted.items() if n in frozen and n not in held}
 
     def _placed(self, form: Form) -> Form:
         """The form where it is to be kept."""

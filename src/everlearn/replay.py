@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map
 from everlearn import distributed
 from everlearn.batch import Batch, Transform
 from everlearn.fields import Range
+from everlearn.forward import ask
 from everlearn.memory import Memory
 from everlearn.method import Method
 from everlearn.params import refuse_sharded, wide
@@ -24,15 +25,16 @@ Rows = dict[str, Any]
 class Replay(Method):
     """A bounded memory of examples; the base of methods that see some of them again.
 
-    Examples enter when they are first seen, in the first epoch, as they are before augmentation, after the replay of their
-    own step has been drawn. Drawn ones are augmented anew, as their own task augments. Where a batch is cut into micro-batches,
-    each replays for itself.
+    Every presentation of an example is offered to the memory, in every epoch, as in the authors' code: what is kept of it, such
+    as the outputs of DER, is as recent as training, and one example may be kept twice. It is kept as it is before augmentation,
+    after the replay of its own step has been drawn. Drawn ones are augmented anew, as their own task augments. Examples none of
+    whose labels counts are left out. Where a batch is cut into micro-batches, each replays for itself.
 
     Args:
         capacity: how many examples are kept.
         size: how many are replayed at a step; by default as many as the current batch has.
-        policy: which are kept: "reservoir" (all seen with equal probability), "balanced" (equal shares for all classes) or
-            "ring" (equal shares for all tasks, of each the last).
+        policy: which are kept: "reservoir" (all presentations with equal probability), "balanced" (equal shares for all classes)
+            or "ring" (equal shares for all tasks, of each the last).
     """
 
     capacity: Annotated[int, Range(1)] = 500
@@ -53,14 +55,17 @@ class Replay(Method):
         return Memory(-(-self.capacity // distributed.world()), self.policy, seed=distributed.rank())
 
     def observe(self, batch: Batch, out: Tensor) -> None:
-        """New examples enter the memory."""
+        """Offer the examples to the memory."""
         self._now = batch
         if batch.t is not None and (batch.transform is not None or self._transforms):
             self._transforms |= dict.fromkeys(batch.t.unique().tolist(), batch.transform)
         if distributed.world() > 1 and not self.memory.seen:
             self.memory = self.room()  # it may have been made before there were several
-        if batch.epoch == 0:
+        rows = batch.labeled_rows()
+        if rows is None:
             self.memory.add(**self.columns(batch, out))
+        elif rows.any():
+            self.memory.add(**self.columns(batch[rows], out[rows]))
 
     def end_task(self, model: nn.Module, task: Any) -> None:
         """Tasks without a number are counted."""
@@ -125,27 +130,52 @@ class Replay(Method):
 
 def loss_on(model: nn.Module, batch: Batch) -> Tensor:
     """The mean loss of a replayed batch."""
-    return batch.loss(model(batch.x))
+    return batch.loss(ask(model, batch.x))
 
 
 def gradient_on(model: nn.Module, parameters: list[nn.Parameter], batch: Batch | None) -> list[Tensor] | None:
     """The gradient of a replayed batch's loss, at least in float32, zero for parameters it does not depend on.
 
-    Of several processes each has a batch, or none: it is that of all their examples, and None where nobody has any. Running
+    Of several processes each has a batch, or none: it is that of all their labels, and None where nobody has any. Running
     statistics are put back: they belong to the current task's batches.
     """
     refuse_sharded(parameters, "The gradient of remembered examples")
-    whole = distributed.total(0 if batch is None else len(batch))
+    count = 0.0 if batch is None else batch.weight
+    whole = distributed.total(count)
     if not whole:
         return None
-    if batch is None:
+    if batch is None or not count:
         found = [torch.zeros_like(p, dtype=wide(p)) for p in parameters]
     else:
         found = _gradient(model, parameters, batch)
         if distributed.world() > 1:
-            found = [g * (len(batch) / whole) for g in found]
+            found = [g * (count / whole) for g in found]
     distributed.add_up(found)
     return found
+
+
+def with_gradient(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters whose gradient an old example may turn: those that learn and have one."""
+    return [p for p in model.parameters() if p.requires_grad and p.grad is not None]
+
+
+def dense_gradient(p: nn.Parameter) -> Tensor:
+    """A parameter's gradient, at least in float32, also where it is sparse, as that of an embedding may be."""
+    if p.grad is None:
+        raise ValueError("This parameter has no gradient.")
+    return _dense(p.grad).to(wide(p))
+
+
+def write_gradient(parameters: list[nn.Parameter], gradient: list[Tensor]) -> None:
+    """Make this the parameters' gradient, sparse where it was, since optimizers for sparse gradients take no other."""
+    for p, g in zip(parameters, gradient, strict=True):
+        before = p.grad
+        g = g.to(p.dtype)
+        p.grad = g.to_sparse(before.sparse_dim()) if before is not None and before.is_sparse else g
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    return gradient.to_dense() if gradient.is_sparse else gradient
 
 
 def _gradient(model: nn.Module, parameters: list[nn.Parameter], batch: Batch) -> list[Tensor]:
@@ -154,4 +184,6 @@ def _gradient(model: nn.Module, parameters: list[nn.Parameter], batch: Batch) ->
         found = torch.autograd.grad(loss_on(model, batch), parameters, allow_unused=True)
     for buffer, value in statistics:
         buffer.copy_(value)
-    return [(torch.zeros_like(p) if g is None else g).to(wide(p)) for p, g in zip(parameters, found, strict=True)]
+    return [
+        (torch.zeros_like(p) if g is None else _dense(g)).to(wide(p)) for p, g in zip(parameters, found, strict=True)
+    ]

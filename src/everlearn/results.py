@@ -32,9 +32,10 @@ class Result:
         accuracy: [i, j], on task j after learning task i; the future tasks too; nan where nobody measured.
         config: stream, scenario, method, model, training and seed.
         initial: accuracy of the untrained model on each task.
-        cost: seconds by purpose, peak memory, and per learned task parameters, bytes of method state, and what the method
-            tells of itself.
+        cost: seconds by purpose, peak memory, and per learned task the parameters that prediction needs (the model's and what
+            the method has added), bytes of method state, and what the method tells of itself.
         made: versions, commit and time.
+        examples: how many test examples each task has; empty where that was not recorded.
 
     >>> r = Result(np.array([[1.0, 0.5], [0.4, 0.8]]), {"method": "L2"})
     >>> r.average_accuracy, r.forgetting
@@ -46,11 +47,17 @@ class Result:
     initial: list[float] = field(default_factory=list)
     cost: dict[str, Any] = field(default_factory=dict)
     made: dict[str, Any] = field(default_factory=dict)
+    examples: list[int] = field(default_factory=list)
 
     @property
     def average_accuracy(self) -> float:
-        """See ``metrics.average_accuracy``."""
+        """Every task counts once; see ``metrics.average_accuracy``."""
         return metrics.average_accuracy(self.accuracy)
+
+    @property
+    def overall_accuracy(self) -> float:
+        """Every test example counts once; see ``metrics.overall_accuracy``; nan where their numbers were not recorded."""
+        return metrics.overall_accuracy(self.accuracy, self.examples) if self.examples else float("nan")
 
     @property
     def average_incremental_accuracy(self) -> float:
@@ -74,8 +81,14 @@ class Result:
 
     @property
     def forward_transfer(self) -> float:
-        """See ``metrics.forward_transfer``; nan where the untrained model was not measured."""
-        return metrics.forward_transfer(self.accuracy, self.initial) if self.initial else float("nan")
+        """See ``metrics.forward_transfer``; nan where the untrained model was not measured, or no answer was allowed yet."""
+        stream = self.config.get("stream", {})
+        named_later = (
+            self.config.get("scenario") == "class" and not stream.get("foreseen") and stream.get("labels") != "shared"
+        )
+        if named_later or not self.initial:
+            return float("nan")
+        return metrics.forward_transfer(self.accuracy, self.initial)
 
     def intransigence(self, joint: Result) -> float:
         """Against the result of joint training on the same stream; see ``metrics.intransigence``."""
@@ -86,12 +99,23 @@ class Result:
         """All seconds together."""
         return float(sum(self.cost.get("seconds", {}).values()))
 
+    @property
+    def facts(self) -> list[dict[str, float]]:
+        """What the method told of itself after each task, and the number of parameters where it grew."""
+        facts: list[dict[str, float]] = self.cost.get("facts") or []
+        sizes = self.cost.get("parameters") or []
+        if len(set(sizes)) < 2 or len(sizes) != len(facts):
+            return facts
+        return [{**told, "parameters": size} for told, size in zip(facts, sizes, strict=True)]
+
     def __str__(self) -> str:
         c = self.config
         where = f"{c.get('stream', {}).get('name', '')}, {c.get('scenario', '')}-incremental, seed {c.get('seed')}"
         name = c.get("score", "accuracy")
         forgot = "" if np.isnan(self.forgetting) else f", forgetting {amount(self.forgetting, name)}"
         average = amount(self.average_accuracy, name)
+        if abs(self.overall_accuracy - self.average_accuracy) >= 0.01 and name == "accuracy":  # tasks differ in size
+            average += f" over tasks ({amount(self.overall_accuracy, name)} over all test examples)"
         return f"{c['method']} ({where}): average {name} {average}{forgot}, {self.seconds:.1f} s"
 
     __repr__ = __str__
@@ -109,6 +133,7 @@ class Result:
             "config": self.config,
             "accuracy": [[None if np.isnan(v) else v for v in row] for row in self.accuracy.tolist()],
             "initial": self.initial,
+            "examples": self.examples,
             "cost": self.cost,
             "made": self.made,
         }
@@ -124,7 +149,10 @@ class Result:
             kinds = isinstance(content["cost"], dict) and isinstance(content["made"], dict)
             if content["format"] != FORMAT or accuracy.ndim != 2 or not accuracy.size or not (named and kinds):
                 raise ValueError("unknown format")
-            return cls(accuracy, content["config"], content["initial"], content["cost"], content["made"])
+            examples = content.get("examples", [])  # older files have none
+            if examples:
+                metrics.overall_accuracy(accuracy, examples)
+            return cls(accuracy, content["config"], content["initial"], content["cost"], content["made"], examples)
         except (ValueError, KeyError, TypeError, UnicodeDecodeError) as error:
             raise ValueError(
                 f"{path} is not a whole Everlearn result ({type(error).__name__}: {error}): move it away; a run is done again."

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from everlearn import distributed
 from everlearn.batch import Batch, Transform
-from everlearn.data import Arrays, Batches, Rows, Source, as_source, join
+from everlearn.data import Arrays, Batches, Rows, Source, as_source, join, renumber
 from everlearn.likelihood import Categorical, Likelihood
 from everlearn.seeds import derive, generator, seeded
 
@@ -60,6 +60,8 @@ class Task:
         steps: optimizer steps planned for this task; the trainer fills it in, your own loop may.
         part: which part of its task this is, where a task comes in parts.
         workers: processes that load a Dataset.
+        labels: the label in the data that each output stands for, where the stream has renumbered them; empty where an
+            output is the label itself (see ``original_labels``).
 
     >>> task = Task((torch.rand(6, 2), torch.arange(6) % 2))
     >>> [len(batch) for batch in task.batches(4, epochs=2)]
@@ -79,6 +81,7 @@ class Task:
     steps: int | None = None
     part: int = 0
     workers: int = 0
+    labels: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.allowed is not None and self.id is None:
@@ -92,6 +95,16 @@ class Task:
 
     def __repr__(self) -> str:
         return _summary(self)
+
+    def original_labels(self, predicted: Tensor) -> Tensor:
+        """Predicted outputs, such as ``logits.argmax(-1)``, as the labels that the data had before the stream renumbered them.
+
+        >>> Task(labels={2: 0, 3: 1}).original_labels(torch.tensor([3, 2, 2]))
+        tensor([1, 0, 0])
+        """
+        if not self.labels:
+            return predicted
+        return renumber(predicted, self.labels, "output")
 
     def batches(
         self, size: int, epochs: int = 1, iterations: int | None = None, seed: int = 0, start: int = 0
@@ -223,6 +236,7 @@ class Stream:
         outputs: how many outputs a model needs.
         settings: what the stream was made from, for the result's configuration.
         once: whether the data are meant to be seen in a single pass.
+        merged: how many tasks were merged into one by ``joint``, whose training takes as many steps as theirs together.
 
     >>> from everlearn import streams
     >>> stream = streams.digits(scenario="class")
@@ -238,6 +252,7 @@ class Stream:
     outputs: int = 0
     settings: dict[str, Any] = field(default_factory=dict)
     once: bool = False
+    merged: int = 1
 
     def __post_init__(self) -> None:
         if not self.tasks:
@@ -261,7 +276,9 @@ class Stream:
                 raise ValueError(f"Tasks that differ in their {fact} cannot be learned as one.")
         everything = join([t.train for t in self.tasks], [0 if t.id is None else t.id for t in self.tasks])
         task = replace(last, train=everything, test=None, valid=None, id=0, name="all tasks", steps=None)
-        return replace(self, tasks=[task], exams=self.exams, settings={**self.settings, "joint": True})
+        task.labels = {} if self.scenario == "domain" else {o: c for t in self.tasks for o, c in t.labels.items()}
+        settings = {**self.settings, "joint": True}
+        return replace(self, tasks=[task], exams=self.exams, settings=settings, merged=self.merged * len(self.tasks))
 
     def first(self, tasks: int) -> Stream:
         """The first tasks alone, to choose hyper-parameters on before the others are known.
@@ -316,7 +333,10 @@ def _summary(task: Task) -> str:
     )
     classes = ""
     if isinstance(task.train, Arrays) and task.train.y is not None and isinstance(task.likelihood, Categorical):
-        classes = f", classes {' '.join(map(str, task.train.y.unique().tolist()))}"
+        present = task.train.y.unique().tolist()
+        classes = f", classes {' '.join(map(str, present))}"
+        if any(task.labels.get(c, c) != c for c in present):
+            classes += f" (labels {' '.join(str(task.labels[c]) for c in present)})"
     return f"{task}: {sizes}{classes}"
 
 

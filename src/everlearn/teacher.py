@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
+from everlearn.forward import ask
 from everlearn.params import Params, check_finite, evaluating, refuse_sharded, unwrap
 
 Teacher = dict[str, Any]
@@ -39,8 +39,7 @@ def answer(model: nn.Module, teacher: Teacher, x: Any) -> Tensor:
     check_known(model, teacher)
     inner = unwrap(model)
     with torch.no_grad(), evaluating(inner):
-        said: Tensor = functional_call(inner, teacher["state"], (x,))
-    return said
+        return ask(inner, x, teacher["state"])
 
 
 def check_known(model: nn.Module, teacher: Teacher) -> None:
@@ -82,7 +81,11 @@ def questions(
 
 
 def softened_kl(t: Tensor, z: Tensor, new: Tensor, temperature: float) -> Tensor:
-    """The sum over rows of KL( softmax(t/T) ‖ softmax(z/T) ), where the second softmax also runs over outputs the first has not."""
+    """KL( softmax(t/T) ‖ softmax(z/T) ) of each row, where the second softmax also runs over outputs the first has not.
+
+    Outputs that the teacher rules out by minus infinity have no part.
+    """
     log_p = (t / temperature).log_softmax(-1)
     log_q = (torch.cat([z, new], -1) / temperature).log_softmax(-1)[..., : z.shape[-1]]
-    return (log_p.exp() * (log_p - log_q)).sum()
+    log_ratio = torch.where(log_p.isneginf(), 0.0, log_p - log_q)  # 0 · (-∞ + ∞) would be NaN, in the gradient too
+    return (log_p.exp() * log_ratio).sum(-1)

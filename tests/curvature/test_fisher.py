@@ -174,8 +174,12 @@ def test_an_lstm_in_single_precision():
 def test_ignored_and_impossible_labels(linear):
     model, x, y, _ = linear
     ignored = torch.where(y == 0, -100, y)
-    kept = fisher(model, (x[y != 0], y[y != 0]), labels="true").trace() * int((y != 0).sum()) / N
-    assert fisher(model, (x, ignored), labels="true").trace() == pytest.approx(kept)
+    for structure in ("diagonal", "kronecker", "full"):
+        for labels in ("exact", "true"):
+            kept = fisher(model, (x[y != 0], y[y != 0]), labels, structure).trace()
+            assert fisher(model, (x, ignored), labels, structure, chunk=3).trace() == pytest.approx(kept)
+    with pytest.raises(ValueError, match="all its labels are ignored"):
+        fisher(model, (x, torch.full_like(y, -100)))
     for wrong in (y - 1, y + 5):
         with pytest.raises(ValueError, match="but the model has 4 outputs"):
             fisher(model, (x, wrong), labels="true")
@@ -252,7 +256,8 @@ def test_sequences_count_token_by_token():
             s = torch.zeros_like(out)
             s[:, place] = column * (y[:, place] != -100)[:, None]
             columns.append(s)
-    right = mean_of(model, t, columns, torch.square)
+    each = 6 / int((y != -100).sum())  # examples over labels: the loss is a mean over these
+    right = {n: each * value for n, value in mean_of(model, t, columns, torch.square).items()}
     found = fisher(model, (t, y)).values
     for n, value in right.items():
         torch.testing.assert_close(found[n], value)
@@ -260,7 +265,31 @@ def test_sequences_count_token_by_token():
     assert (drawn - right["out.weight"]).norm() / right["out.weight"].norm() < 0.03
     true = fisher(model, (t, y), labels="true").values["out.bias"]
     r = (out.softmax(-1) - F.one_hot(y.clamp(min=0), 5)) * (y != -100)[..., None]
-    torch.testing.assert_close(true, r.sum(1).square().mean(0))
+    torch.testing.assert_close(true, each * r.sum(1).square().mean(0))
+
+
+def test_the_fisher_information_of_tokens_is_the_curvature_of_the_loss():
+    """Where outputs are linear in the parameters, the Hessian of the mean cross-entropy, by torch's own second derivatives."""
+    torch.manual_seed(0)
+    model, t = nn.Linear(3, 4), torch.randn(5, 6, 3)
+    y = torch.randint(4, (5, 6))
+    y[1, 2:] = -100
+    y[3] = -100
+
+    def loss(weight, bias):
+        return F.cross_entropy(F.linear(t, weight, bias).flatten(0, 1), y.flatten())
+
+    hessian = torch.autograd.functional.hessian(loss, (model.weight.detach(), model.bias.detach()))
+    flat = torch.cat([torch.cat([h.reshape(a, b) for h, b in zip(row, (12, 4), strict=True)], 1)
+                      for row, a in zip(hessian, (12, 4), strict=True)])  # fmt: skip
+    full = fisher(model, (t, y), structure="full")
+    torch.testing.assert_close(full.matrix if full.matrix is not None else full.rows.t() @ full.rows, flat)
+    torch.testing.assert_close(fisher(model, (t, y)).values["bias"], flat.diagonal()[12:])
+    all_labels = y.clamp(min=0)
+    torch.testing.assert_close(fisher(model, t).values["weight"], fisher(model, (t, all_labels)).values["weight"])
+    constant, step = t[:1, :1].expand_as(t), {"weight": torch.randn(4, 3), "bias": torch.randn(4)}
+    quads = [fisher(model, (constant, y), structure=s).quad(step) for s in ("full", "kronecker")]
+    torch.testing.assert_close(*quads)  # one input for all: the approximation is exact
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in ("complex", "bert")])

@@ -168,41 +168,27 @@ def test_a_rotation_of_the_inputs_changes_the_diagonal_but_not_the_form():
 
 
 @pytest.mark.parametrize("labels", ["exact", "true"])
-def test_agrees_with_curvlinops(labels):
-    """Kronecker factors and the full matrix against a library we did not write."""
-    curvlinops = pytest.importorskip("curvlinops")
-    torch.manual_seed(0)
+def test_factors_are_those_of_their_definition(labels):
+    """Also a library that we did not write agrees with ours: benchmarks/peers.py."""
     for model, x in (
         (nets.mlp(5, 3, hidden=(6,)), torch.randn(12, 5)),
         (nets.cnn((2, 6, 6), 3, channels=(3, 4), norm=False), torch.randn(12, 2, 6, 6)),
     ):
         y = torch.randint(3, (12,))
-        kind = {"exact": curvlinops.FisherType.TYPE2, "true": curvlinops.FisherType.EMPIRICAL}[labels]
-        names, parameters = zip(*model.named_parameters(), strict=True)
-        loss = nn.CrossEntropyLoss(reduction="mean")
-        peer = curvlinops.KFACLinearOperator(
-            model,
-            loss,
-            list(parameters),
-            [(x, y)],
-            fisher_type=kind,
-            separate_weight_and_bias=False,
-            check_deterministic=False,
-        )
+        outputs = model(x).detach()
+        true = [outputs.softmax(-1) - nn.functional.one_hot(y, 3)]
+        weights = {n for n, _ in model.named_parameters() if n.endswith("weight")}  # each of which has a bias
+        factors = kronecker_factors(model, x, true if labels == "true" else softmax_scores(outputs), weights)
         form = fisher(model, (x, y), labels, structure="kronecker")
-        delta = {n: torch.randn_like(p) for n, p in model.named_parameters()}
-        times = peer @ [delta[n] for n in names]
-        right = sum((times[i] * delta[n]).sum() for i, n in enumerate(names))
-        torch.testing.assert_close(form.quad(delta), right, rtol=1e-8, atol=1e-10)
+        assert set(factors) == set(form.layers) == set(form.biases) == weights and not form.rest.values
+        for weight, (inputs, gradients) in factors.items():
+            torch.testing.assert_close(form.layers[weight][0].inputs, inputs)
+            torch.testing.assert_close(form.layers[weight][0].outputs, gradients)
 
 
-def test_agrees_with_curvlinops_in_full():
-    curvlinops = pytest.importorskip("curvlinops")
-    torch.manual_seed(0)
-    model, x, y = nets.mlp(5, 3, hidden=(6,)), torch.randn(12, 5), torch.randint(3, (12,))
-    parameters = list(model.parameters())
-    ggn = curvlinops.GGNLinearOperator(model, nn.CrossEntropyLoss(), parameters, [(x, y)], check_deterministic=False)
-    right = ggn @ torch.eye(ggn.shape[1])
+def test_the_full_form_is_that_of_its_definition():
+    model, x = nets.mlp(5, 3, hidden=(6,)), torch.randn(12, 5)
+    right = full_fisher(model, x, softmax_scores(model(x).detach()))
     torch.testing.assert_close(fisher(model, x, structure="full").dense(), right, rtol=1e-8, atol=1e-12)
 
 

@@ -225,3 +225,18 @@ def test_a_layer_that_is_frozen_at_first_and_thawed_later(structure, double):
     now = dict(model.named_parameters())
     right = sum(form.quad({n: now[n] - at[n] for n in at}) for form, at in tasks)  # ½ · strength 2
     torch.testing.assert_close(method.penalty(model), right)
+
+
+def test_a_model_that_ends_in_a_softmax_is_told():
+    """Of a sure model the Fisher information is far too small; after a LogSoftmax it is that of the logits."""
+    torch.manual_seed(0)
+    logits = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    with torch.no_grad():
+        logits[2].weight.mul_(20)
+    x = torch.randn(50, 4, dtype=torch.double)
+    truth = fisher(logits, x)
+    same = fisher(nn.Sequential(*logits, nn.LogSoftmax(-1)), x)
+    for name, value in truth.values.items():
+        torch.testing.assert_close(same.values[name], value)
+    with pytest.warns(UserWarning, match="outputs are probabilities"):
+        EWC().end_task(nn.Sequential(*logits, nn.Softmax(-1)), x)

@@ -10,6 +10,7 @@ import everlearn
 from everlearn import ER, EWC, Batch, ExpandableRepresentation, Gaussian, Task, nets
 from everlearn.columns import Hook
 from everlearn.memory import herding_order
+from everlearn.method import count_parameters
 
 OPTIMIZERS = {
     "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
@@ -87,13 +88,11 @@ def test_old_features_stay_bit_for_bit(net, optimizer, small_stream):
 
 def test_the_facts_are_what_answers_need(learned):
     for tasks in (1, 2, 3):
-        _, method, _ = learned(tasks)
+        model, method, _ = learned(tasks)
         extractor = 64 * 12 + 12 + 12 * 8 + 8
-        assert method.facts() == {
-            "extractors": tasks,
-            "feature width": 8 * tasks,
-            "all parameters": tasks * extractor + (tasks * 8 + 1) * 6,
-        }
+        assert method.facts() == {"extractors": tasks, "feature width": 8 * tasks}
+        assert count_parameters(model, method) == tasks * extractor + (tasks * 8 + 1) * 6
+        assert count_parameters(model, method) == sum(p.numel() for p in method.export(model).parameters())
         assert sum(v.numel() for e in method.extractors for v in e.values()) == (tasks - 1) * extractor
         assert sum(p.numel() for p in method.parameters()) == (tasks > 1) * (8 * 6 * (tasks - 1) + 9 * 3)
 
@@ -123,6 +122,8 @@ def test_auxiliary_targets(learned):
         for c, o in zip(y.tolist(), old.tolist(), strict=True)
     ]
     assert method.targets(y, old).tolist() == truth
+    ignored = torch.tensor([-100, 7, -100])
+    assert method.targets(ignored, torch.tensor([False, False, True])).tolist() == [-100, 1, -100]
 
 
 @pytest.mark.parametrize(

@@ -81,3 +81,32 @@ def test_without_a_linear_layer_there_is_no_output_to_train():
     method.begin_task(model, None)
     with pytest.raises(ValueError, match=r"Conv2d has no nn.Linear layer"):
         method.begin_task(model, None)
+
+
+class Tied(nn.Module):
+    """The table of words is also the weight of the output layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.mix, self.head = nn.Embedding(11, 8), nn.Linear(8, 8), nn.Linear(8, 11)
+        self.head.weight = self.words.weight
+
+    def features(self, t):
+        return torch.relu(self.mix(self.words(t).mean(1)))
+
+    def forward(self, t):
+        return self.head(self.features(t))
+
+
+def test_an_output_layer_that_is_also_the_table_of_words_is_refused_before_training():
+    model, t = Tied(), torch.randint(11, (32, 4))
+    with pytest.raises(
+        ValueError, match=r"'head' shares its weight with words.weight.* model.head.weight = nn.Parameter"
+    ):
+        Freeze().begin_task(model, Task((t, t[:, 0]), id=0))
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+    method = Freeze()
+    train(model, method, Task((t, t[:, 0]), id=0), optimizer=OPTIMIZERS[1], batch_size=8)
+    before, head = model.features(t), model.head.weight.detach().clone()
+    train(model, method, Task((t, t[:, 1]), id=1), optimizer=OPTIMIZERS[1], batch_size=8)
+    assert torch.equal(model.features(t), before) and not torch.equal(model.head.weight, head)

@@ -70,6 +70,16 @@ def test_parallel_old_gradients_do_not_break_it():
     assert z.isfinite().all() and abs(z @ row) < 1e-8
 
 
+@pytest.mark.parametrize("size", [1e-12, 1e-6, 1e6, 1e9, 1e15])
+def test_the_projection_does_not_depend_on_the_unit(size):
+    """A gradient in another unit is projected to the same vector in that unit; rows may have units of their own."""
+    for _ in range(100):
+        g, rows = torch.randn(6), torch.randn(4, 6)
+        torch.testing.assert_close(nearest(size * g, size * rows) / size, nearest(g, rows))
+        each = torch.tensor([1.0, size, 1 / size, 1.0])[:, None]
+        torch.testing.assert_close(nearest(g, each * rows), nearest(g, rows), rtol=1e-6, atol=1e-6)
+
+
 def test_a_step_respects_every_old_task():
     model, method, x = nn.Linear(5, 2), GEM(80, margin=0.0, ridge=0.0), torch.randn(20, 5)
     old = [Batch(x, (x[:, k] > 0).long(), torch.full((20,), k)) for k in range(3)]

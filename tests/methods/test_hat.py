@@ -1,8 +1,10 @@
+import copy
 from itertools import pairwise
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import everlearn
 from everlearn import HAT, Task, nets
@@ -160,8 +162,11 @@ def test_locked_is_what_lies_between_units_in_use():
     for k in range(2):
         method.begin_task(deep, Task(data, id=k))
         if not k:
+            with torch.no_grad():
+                method.embedding["0"].copy_(torch.tensor([1.0, -1.0]))
+                method.embedding["2"].copy_(torch.tensor([-1.0, 1.0]))
             method.end_task(deep, Task(data, id=k))
-            method.masks[0] = {"0": torch.tensor([1.0, 0.0]), "2": torch.tensor([0.0, 1.0])}
+            assert [gates.tolist() for gates in method.masks[0].values()] == [[1.0, 0.0], [0.0, 1.0]]
     assert method._locks.masks["2.weight"].tolist() == [[False, False], [True, False]]
 
 
@@ -330,3 +335,140 @@ def test_where_lengths_are_written_out_gates_go_into_the_weights(small_stream, e
     assert any((m["a"] == 0).any() for m in method.masks)
     exported(model, method, stream, tolerance=1e-4)
     assert method.export(model, 0).a.out_channels == 4 and method.export(model, 0).b.out_features < 12
+
+
+# Links that are not what they seem.
+
+
+class Mixing(nn.Module):
+    """A hook, which tracing does not see, mixes the units of the first layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 3)
+        self.a.register_forward_hook(lambda module, args, out: out + out.mean(1, keepdim=True))
+
+    def forward(self, x):
+        return self.c(torch.relu(self.b(torch.relu(self.a(x)))))
+
+
+def labelled(n=64):
+    x = torch.randn(n, 8)
+    return x, x[:, :3].argmax(1)
+
+
+def loader():
+    return DataLoader(TensorDataset(*labelled()), batch_size=16)
+
+
+def batches():
+    return [tuple(part) for part in zip(*(v.split(16) for v in labelled()), strict=True)]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
+@pytest.mark.parametrize("make", [labelled, loader, batches], ids=["arrays", "loader", "list of batches"])
+def test_links_are_tried_whatever_a_task_is_made_of(make, compiled):
+    torch.manual_seed(0)
+    model, method, x = Mixing(), HAT(), labelled()[0]
+    net = torch.compile(model, backend="eager") if compiled else model
+    everlearn.train(net, method, Task(make(), id=0), optimizer=OPTIMIZERS["adamw"], epochs=20, batch_size=16)
+    assert list(method.embedding) == list(method.masks[0]) == ["b"]
+    before = method.predict(net, x, 0)
+    everlearn.train(net, method, Task(make(), id=1), optimizer=OPTIMIZERS["adamw"], epochs=20, batch_size=16)
+    assert torch.equal(method.predict(net, x, 0), before)
+    again, other = HAT(), copy.deepcopy(model)
+    again.load_state_dict(method.state_dict())  # which tells what the links were
+    assert torch.equal(again.predict(other, x, 0), before)
+
+
+def test_data_that_can_be_read_once_only_are_not_read_to_try_links():
+    torch.manual_seed(0)
+    model, method = Mixing(), HAT()
+    task, seen = Task(iter(batches()), id=0, steps=4), 0
+    method.begin_task(model, task)
+    optimizer = OPTIMIZERS["sgd"]([*model.parameters(), *method.parameters()])
+    for batch in task.batches(16):
+        seen += 1
+        step(model, method, batch, optimizer)
+    assert seen == 4 and list(method.embedding) == ["b"]
+    assert not model._forward_pre_hooks, "the trial is over"
+
+
+class Elsewhere(nn.Module):
+    """The second layer's weight is read a second time, past its gates."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.c(torch.relu(self.b(torch.relu(self.a(x))) + nn.functional.linear(x, self.b.weight)))
+
+
+class Permuted(nn.Module):
+    """Places come before channels where a convolution is flattened, so that units are not where a group says."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv1d(2, 4, 1), nn.Linear(16, 3)
+
+    def forward(self, x):
+        return self.b(torch.relu(self.a(x.view(-1, 2, 4))).transpose(1, 2).flatten(1))
+
+
+@pytest.mark.parametrize("make", [labelled, loader], ids=["arrays", "loader"])
+@pytest.mark.parametrize("net", [Mixing, Elsewhere, Permuted])
+def test_groups_that_are_not_true_are_refused(net, make):
+    task = Task(make(), id=0)
+    with pytest.raises(ValueError, match="groups: the units of 'a' do not go to 'b' alone, or are mixed"):
+        everlearn.train(net(), HAT(groups={"a": "b"}), task, batch_size=16)
+
+
+def test_groups_of_tied_layers_are_refused():
+    net = Elsewhere()
+    net.b.weight = net.a.weight
+    with pytest.raises(ValueError, match="groups: 'a', 'b' shares a weight with another layer"):
+        HAT(groups={"a": "b"}).begin_task(net, Task(labelled(), id=0))
+
+
+# Loops in which gates do not learn.
+
+
+def step(model, method, batch, optimizer):
+    optimizer.zero_grad()
+    method.loss(model, batch).backward()
+    method.before_step(model)
+    optimizer.step()
+    method.after_step(model)
+
+
+def test_an_optimizer_made_before_the_task_is_told():
+    model, method = nets.mlp(8, 3, hidden=(16,)), HAT()
+    task = Task(labelled(), id=0)
+    optimizer = OPTIMIZERS["adam"](model.parameters())
+    method.begin_task(model, task)
+    with pytest.raises(ValueError, match=r"does not move HAT's gates.*make it after begin_task"):
+        step(model, method, next(task.batches(16)), optimizer)
+
+
+def test_steps_that_move_nothing_are_no_fault_of_the_optimizer():
+    model, method = nets.mlp(8, 3, hidden=(16,)), HAT()
+    task = Task(labelled(), id=0)
+    method.begin_task(model, task)
+    optimizer = torch.optim.SGD([*model.parameters(), *method.parameters()], lr=0.0)  # as a warm-up begins
+    for batch in task.batches(16):
+        step(model, method, batch, optimizer)
+        optimizer.param_groups[0]["lr"] = 0.1
+    assert method._learn
+
+
+def test_learning_in_evaluation_mode_is_told():
+    model, method = nets.mlp(8, 3, hidden=(16,)), HAT()
+    task = Task(labelled(), id=0)
+    method.begin_task(model, task)
+    optimizer = OPTIMIZERS["adam"]([*model.parameters(), *method.parameters()])
+    model.eval()
+    with pytest.raises(ValueError, match=r"gates learn in training mode only.*call model.train\(\)"):
+        step(model, method, next(task.batches(16)), optimizer)
+    model.train()
+    step(model, method, next(task.batches(16)), optimizer)

@@ -189,6 +189,84 @@ def test_outputs_that_are_not_classes(likelihood):
     torch.testing.assert_close(found, truth)
 
 
+@double
+def test_a_temperature_does_not_shrink_outputs_that_are_no_probabilities():
+    """The penalty is half the squared error over the variance, in the units of the task loss, whatever T."""
+    penalties = []
+    for temperature in (1.0, 2.0, 10.0):
+        torch.manual_seed(0)
+        method = LwF(temperature=temperature)
+        model, x, target = taught(method)
+        penalties.append(method.penalty(model, Batch(x, likelihood=Gaussian(0.5))))
+        torch.testing.assert_close(penalties[-1], Gaussian(0.5).loss(model(x), target))
+    assert penalties[0] == penalties[1] == penalties[2]
+
+
+@double
+def test_tokens_are_weighed_as_the_task_loss_weighs_them():
+    """A mean over tokens, without those that are ignored: the penalty of 16 tokens is no 16 times that of one."""
+    method = LwF(3.0, 2.0)
+    model, _, _ = taught(method)
+    x = torch.randn(5, 16, 3)
+    y = torch.randint(4, (5, 16))
+    y[0, 3:] = -100
+    y[2] = -100
+    counted = y != -100
+    target = method.latest["state"]
+    z = F.linear(x[counted], target["weight"], target["bias"])
+    p, log_q = (z / 2).softmax(-1), (model(x[counted]) / 2).log_softmax(-1)
+    truth = 3 * F.kl_div(log_q, p, reduction="batchmean")
+    torch.testing.assert_close(method.penalty(model, Batch(x, y)), truth)
+    flat = method.penalty(model, Batch(x.flatten(0, 1), y.flatten()))
+    torch.testing.assert_close(flat, truth)  # tokens as examples of their own
+    every = method.penalty(model, x)  # without labels every token counts
+    torch.testing.assert_close(every, method.penalty(model, x.flatten(0, 1)))
+    assert method.penalty(model, Batch(x, torch.full_like(y, -100))) == 0
+
+
+@double
+@pytest.mark.parametrize("likelihood", [None, Bernoulli()])
+def test_outputs_of_minus_infinity_do_not_spread(likelihood):
+    """A model that rules out a class says so by minus infinity, as teacher and as student."""
+
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(3, 4)
+
+        def forward(self, x):
+            out = self.inner(x)
+            return out.masked_fill(torch.tensor([False, True, False, False]), -torch.inf)
+
+    method, model, x = LwF(), Masked(), torch.randn(6, 3)
+    plain = LwF()
+    kept = [0, 2, 3]
+    reduced = nn.Linear(3, 3)
+    reduced.load_state_dict({n: p[kept] for n, p in model.inner.state_dict().items()})
+    found = []
+    fields = {"likelihood": likelihood} if likelihood else {}
+    for one, net in ((method, model), (plain, reduced)):
+        one.end_task(net, None)
+        with torch.no_grad():
+            for p in net.parameters():
+                p.mul_(1.5)
+        penalty = one.penalty(net, Batch(x, **fields))
+        penalty.backward()
+        found.append(penalty)
+    torch.testing.assert_close(found[0], found[1])
+    torch.testing.assert_close(model.inner.weight.grad[kept], reduced.weight.grad)
+    assert (model.inner.weight.grad[1] == 0).all()
+
+
+def test_a_teacher_that_rules_out_everything_is_refused():
+    model = nn.Linear(3, 2)
+    model.register_forward_hook(lambda m, args, out: torch.full_like(out, -torch.inf) + 0 * out)
+    method = LwF()
+    method.end_task(model, None)
+    with pytest.raises(ValueError, match="minus infinity for every output of task -1"):
+        method.penalty(model, torch.randn(4, 3))
+
+
 def test_chunks_of_a_task_share_a_teacher():
     stream = streams.online(streams.digits("class"), chunk=40)
     model, method = nets.mlp(stream.inputs, stream.outputs, hidden=(8,)), LwF()

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from everlearn import MAS
+from everlearn import MAS, Gaussian, Task
 from everlearn.curvature import sensitivity
 from everlearn.params import named, snapshot
 
@@ -79,3 +79,11 @@ def test_consolidating_on_what_a_deployed_model_sees():
     total = sensitivity(model, a) + sensitivity(model, b)
     torch.testing.assert_close(method.bowl.form.values["bias"], 2 * total.values["bias"])
     assert method.penalty(model) == 0
+
+
+@pytest.mark.parametrize("norm", ["squared", "vector"])
+def test_a_model_that_ends_in_a_softmax_is_told(norm):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Softmax(-1))
+    with pytest.warns(UserWarning, match="outputs are probabilities"):
+        MAS(norm=norm).end_task(model, torch.randn(9, 3))
+    MAS(norm=norm).end_task(model, Task((torch.randn(9, 3), torch.randn(9, 4)), likelihood=Gaussian()))

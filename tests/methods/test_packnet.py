@@ -281,3 +281,76 @@ def test_scales_tables_and_places_are_not_weights():
     }
     assert "words.weight" in method.own[0], "an output layer that is also the table of words is each task's own"
     assert not torch.equal(method.own[0]["words.weight"], method.own[1]["words.weight"])
+
+
+def test_a_layer_that_thaws_stays_locked_and_says_so_once(small_stream):
+    torch.manual_seed(0)
+    stream = small_stream()
+    model, method = nets.mlp(64, 6, hidden=(16, 8)), PackNet()
+    model[1].requires_grad_(False)
+    everlearn.train(model, method, stream[0], batch_size=16)
+    model[1].requires_grad_(True)
+    before = model[1].weight.clone()
+    with pytest.warns(UserWarning, match=r"PackNet keeps 1.weight locked: frozen while earlier tasks"):
+        everlearn.train(model, method, stream[1], optimizer=OPTIMIZERS["adamw"], batch_size=16)
+    everlearn.train(model, method, stream[2], optimizer=OPTIMIZERS["adamw"], batch_size=16)
+    assert torch.equal(model[1].weight, before) and list(method.owner) == ["3.weight"]
+
+
+def test_a_layer_that_is_new_is_shared_out(small_stream):
+    """For earlier tasks its weights are zero: a branch that is added says nothing to them."""
+
+    class Branched(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head, self.branch = nn.Linear(64, 16), nn.Linear(16, 6), None
+
+        def forward(self, x):
+            h = self.body(x.flatten(1))
+            return self.head(torch.relu(h if self.branch is None else h + self.branch(x.flatten(1))))
+
+    torch.manual_seed(0)
+    stream = small_stream()
+    model, method = Branched(), PackNet(output="head")
+    x = next(stream[0].examples(20, "test")).x
+    everlearn.train(model, method, stream[0], batch_size=16)
+    before = method.predict(model, x, 0)
+    model.branch = nn.Linear(64, 16, bias=False)
+    everlearn.train(model, method, stream[1], optimizer=OPTIMIZERS["adamw"], batch_size=16)
+    assert torch.equal(method.predict(model, x, 0), before)
+    assert (method.owner["branch.weight"] == 2).any()
+
+
+def old_weight_norm(layer, dim=0):
+    with pytest.warns(FutureWarning, match="weight_norm"):
+        return nn.utils.weight_norm(layer, dim=dim)
+
+
+@pytest.mark.parametrize("dim", [0, 1, None])
+@pytest.mark.parametrize("norm", [nn.utils.parametrizations.weight_norm, old_weight_norm])
+def test_what_is_divided_by_its_norm_keeps_an_entry(norm, dim, small_stream):
+    """Of a slice of zeros the direction is 0/0."""
+    torch.manual_seed(0)
+    stream = small_stream()
+    model, method = (
+        nn.Sequential(nn.Flatten(), norm(nn.Linear(64, 16), dim=dim), nn.ReLU(), nn.Linear(16, 6)),
+        PackNet(),
+    )
+    name = next(n for n, p in model.named_parameters() if p.dim() == 2 and n.endswith(("original1", "weight_v")))
+    v = dict(model.named_parameters())[name]
+    small = v.detach()[3] if dim == 0 else v.detach()[:, 3]
+    with torch.no_grad():
+        small.mul_(1e-6)
+    largest = int(small.abs().argmax())
+    x = next(stream[0].examples(20, "test")).x
+    method.begin_task(model, stream[0])
+    method.prune_now(model)
+    assert model(x).isfinite().all()
+    left = small.nonzero().flatten().tolist()
+    assert left == ([] if dim is None else [largest])
+    share = (v == 0).sum() / v.numel()
+    assert share == pytest.approx(0.5, abs=2 / v.numel())
+    method.end_task(model, stream[0])
+    before = method.predict(model, x, 0)
+    everlearn.train(model, method, stream[1], optimizer=OPTIMIZERS["adamw"], batch_size=16)
+    assert torch.equal(method.predict(model, x, 0), before) and before.isfinite().all()

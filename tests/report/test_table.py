@@ -49,6 +49,20 @@ def test_intransigence_is_against_the_joint_run_of_the_same_setting():
     assert text["joint, epochs=1"][-1] == "–"
 
 
+def test_joint_training_is_of_the_same_setting_if_its_steps_are_those_of_all_tasks():
+    def one(method, iterations, accuracy, **stream):
+        return result(
+            method=method, training={"iterations": iterations}, accuracy=accuracy, stream={"tasks": 5, **stream}
+        )
+
+    for merged in ({"merged": 5}, {}):  # older files do not tell how many tasks were merged
+        runs = [one("joint", 500, 0.9, joint=True, **merged), one("finetune", 100, 0.8)]
+        text = {line.split("  ")[0]: line.split() for line in lines(runs)}
+        assert set(text) == {"joint", "finetune"} and text["finetune"][-1] == "10.0"
+    few = [one("joint", 100, 0.9, joint=True), one("finetune", 100, 0.8)]  # as --iterations 100 was before
+    assert {line.split("  ")[0] for line in lines(few)} == {"joint, iterations=20", "finetune, iterations=100"}
+
+
 def test_scores_that_are_no_accuracies_are_not_in_per_cent():
     text = table([result(score="minus squared error", accuracy=-1.5)])
     assert "(minus squared error, mean ± std" in text and "-1.125" in text

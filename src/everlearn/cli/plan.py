@@ -57,7 +57,9 @@ class Plan(BaseModel):
     weight_decay: float = Field(0.0, ge=0, description="Its weight decay.")
     keep_optimizer: bool = Field(False, description="Keep the optimizer between tasks instead of making a fresh one.")
     epochs: int | None = Field(None, ge=1, description="Passes over each task's data; 10, or 1 for online streams.")
-    iterations: int | None = Field(None, ge=1, description="Optimizer steps per task, instead of epochs.")
+    iterations: int | None = Field(
+        None, ge=1, description="Optimizer steps per task, instead of epochs; joint takes as many in all."
+    )
     batch_size: int = Field(32, ge=1, description="Examples per step.")
     clip: float | None = Field(None, gt=0, description="Largest norm of the gradient.")
     accumulate: int = Field(1, ge=1, description="Micro-batches per step.")

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributions import Bernoulli as BernoulliDistribution
 from torch.distributions import Distribution, kl_divergence
-from torch.func import functional_call
 
 from everlearn.curvature.persample.untouched import untouched
+from everlearn.forward import ask
 from everlearn.likelihood import Bernoulli, Categorical, Gaussian, Likelihood
 from everlearn.params import Params, named, unwrap
 from everlearn.stream import as_task
@@ -70,7 +70,9 @@ def predictive_kl(
     likelihood: Likelihood | None = None,
     chunk: int = 256,
 ) -> Tensor:
-    """Mean over examples of the KL divergence between what the model predicts now and what it would after a step δ.
+    """Mean over labels of the KL divergence between what the model predicts now and what it would after a step δ.
+
+    Labels are counted as in ``fisher``: one for each example, or for each token; those of -100 are left out.
 
     Args:
         model: any module; left as it was.
@@ -90,14 +92,14 @@ def predictive_kl(
     with untouched(inner), torch.no_grad():
         for batch in task.examples(chunk):
             here, meaning = batch.to(device), likelihood or batch.likelihood
-            outputs = [inner(here.x), functional_call(inner, moved, (here.x,))]
+            outputs = [ask(inner, here.x), ask(inner, here.x, moved)]
             p, q = outputs if direction == "forward" else outputs[::-1]
             apart = output_kl(meaning, p, q, here.allowed_rows)
             counted = meaning.counted(here.y)
             parts.append((apart if counted is None else apart * counted).sum())
-            count += len(batch)
+            count += meaning.label_count(p, here.y)
     if not count:
-        raise ValueError(f"{task} has no examples to take the divergence on.")
+        raise ValueError(f"{task} has no examples to take the divergence on, or all its labels are ignored.")
     return torch.stack(parts).sum() / count
 
 

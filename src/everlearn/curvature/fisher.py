@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from everlearn.curvature.persample.engine import PerExample
 from everlearn.curvature.persample.statistics import Elementwise, InFull, KroneckerFactors, Statistic
 from everlearn.curvature.persample.untouched import untouched
 from everlearn.curvature.quadratic import Form
+from everlearn.forward import check_next_tokens
 from everlearn.likelihood import Categorical, Likelihood
 from everlearn.params import Params, named
 from everlearn.seeds import generator
@@ -42,11 +44,12 @@ def fisher(
 ) -> Form:
     """The Fisher information: how strongly the predicted distribution reacts to each parameter.
 
-        F = mean over examples x of E over y ~ p(y | x) of [g gᵀ],   g = ∂ log p(y | x) / ∂θ
+        F = (1/N) Σ over examples x of E over y ~ p(y | x) of [g gᵀ],   g = ∂ log p(y | x) / ∂θ
 
     Inputs come from the data, labels from the *model*. The result does not depend on the batch size; the model is left
-    exactly as it was. The whole likelihood of an example counts: that of a sequence is the sum over its tokens. A complex
-    parameter has one real number, the mean of |g|², in the diagonal.
+    exactly as it was. N is the number of labels that the loss is a mean over, so that F is the curvature of the loss: of
+    examples, or of tokens where every token has a label; labels of -100 and what they belong to do not count. An example's
+    likelihood is that of all its tokens together. A complex parameter has one real number, of |g|², in the diagonal.
 
     Args:
         model: any module; its trainable parameters are meant.
@@ -91,6 +94,7 @@ class FisherEstimator:
         self.labels, self.structure, self.likelihood = labels, structure, likelihood
         self.samples = samples if labels in ("signs", "sample") else 1
         self.chunk, self.engine = chunk, PerExample(model)
+        self._checked = False  # whether the outputs were looked at
 
     def __call__(self, data: Any, seed: int = 0, examples: int | None = None) -> Form:
         """The Fisher information on these data."""
@@ -111,23 +115,42 @@ class FisherEstimator:
         make, finish = STRUCTURES[self.structure]
         statistic = make(engine.parameters)
         random, seen = generator(seed + distributed.rank(), "fisher"), 0
+        labels = 0
         device = next(iter(engine.parameters.values())).device
         with untouched(engine.model):
             for batch in task.examples(self.chunk or engine.chunk(task), most=examples, shared=True):
+                batch = self._labeled(batch)
                 if len(batch):
                     here = batch if device.type == "cpu" else batch.to(device)
-                    engine.update(here.x, partial(self._columns, here, random), statistic)
+                    if self.labels == "true" and not seen:
+                        check_next_tokens(engine.model, here.x, here.y)
+                    counts: list[int] = []
+                    engine.update(here.x, partial(self._columns, here, random, counts), statistic)
                     seen += len(batch)
+                    labels += counts[-1]
         if min(have := distributed.every(seen)) == 0 and max(have):
             raise ValueError(f"{task} has fewer batches than there are processes: use fewer, or smaller batches.")
         statistic.add_up()
         seen = int(distributed.total(seen))
         if not seen:
-            raise ValueError(f"{task} has no examples to take the Fisher information on.")
-        return finish(statistic, seen, self.samples)
+            raise ValueError(
+                f"{task} has no examples to take the Fisher information on, or all its labels are ignored."
+            )
+        return finish(statistic, seen, int(distributed.total(labels)) * self.samples)
 
-    def _columns(self, batch: Batch, random: torch.Generator, out: Tensor) -> Iterator[Tensor]:
-        likelihood = self.likelihood or batch.likelihood
+    def _labeled(self, batch: Batch) -> Batch:
+        """The examples that have a label which counts, with the likelihood that was asked for."""
+        batch = replace(batch, likelihood=self.likelihood or batch.likelihood)
+        rows = batch.labeled_rows()
+        return batch if rows is None else batch[rows]
+
+    def _columns(self, batch: Batch, random: torch.Generator, counts: list[int], out: Tensor) -> Iterator[Tensor]:
+        """The columns of the outputs' Fisher information; the number of labels goes into ``counts``."""
+        likelihood = batch.likelihood
+        counts.append(likelihood.label_count(out, batch.y))
+        if not self._checked:
+            self._checked = True
+            likelihood.check_outputs(out)
         if isinstance(likelihood, Categorical) and out.shape[-1] == 1:
             raise ValueError("One output is no choice between classes: use likelihood=Gaussian() or Bernoulli().")
         if self.labels == "true" and batch.y is None:
@@ -175,28 +198,28 @@ def _decay(group: dict[str, Any]) -> float:
     return float(group["betas"][1] if "betas" in group else group.get("alpha", 0.0))
 
 
-def _diagonal(statistic: Any, examples: int, draws: int) -> Diagonal:
-    return Diagonal(statistic.sums) * (1 / (examples * draws))
+def _diagonal(statistic: Any, examples: int, labels: int) -> Diagonal:
+    return Diagonal(statistic.sums) * (1 / labels)
 
 
-def _kronecker(statistic: Any, examples: int, draws: int) -> Kronecker:
-    """Inputs are the same in every draw and in every column, so only the outputs' factor is a mean over draws."""
+def _kronecker(statistic: Any, examples: int, labels: int) -> Kronecker:
+    """Inputs are the same in every draw and in every column, so only the outputs' factor is a mean over labels and draws."""
     covered = {name for key in statistic.inputs for name in key}
     rest = {n: v for n, v in statistic.rest.sums.items() if n in statistic.squared or n not in covered}
-    form = Kronecker(rest=Diagonal(rest) * (1 / (examples * draws)))
+    form = Kronecker(rest=Diagonal(rest) * (1 / labels))
     for (weight, bias), inputs in statistic.inputs.items():
-        pair = Pair(inputs / statistic.users[weight, bias], statistic.outputs[weight, bias] / (examples * draws))
+        pair = Pair(inputs / statistic.users[weight, bias], statistic.outputs[weight, bias] / labels)
         biases = {} if bias is None else {weight: bias}
         shapes = {weight: statistic.shapes[weight]} if len(statistic.shapes[weight]) > 2 else {}
         form = form + Kronecker({weight: [pair]}, biases, Diagonal(), shapes)
     return form
 
 
-def _full(statistic: Any, examples: int, draws: int) -> Full:
+def _full(statistic: Any, examples: int, labels: int) -> Full:
     rows = statistic.rows
     if rows is None and statistic.matrix is None:  # not a single direction: the prediction cannot change
         rows = torch.zeros(1, sum(torch.Size(s).numel() for s in statistic.shapes.values()))
-    return Full(statistic.shapes, rows, statistic.matrix) * (1 / (examples * draws))
+    return Full(statistic.shapes, rows, statistic.matrix) * (1 / labels)
 
 
 STRUCTURES: dict[str, tuple[Callable[[Params], Statistic], Callable[[Any, int, int], Form]]] = {

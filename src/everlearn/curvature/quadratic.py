@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from everlearn.curvature.diagonal import Diagonal, on
 from everlearn.curvature.full import Full
 from everlearn.curvature.kronecker import Kronecker
-from everlearn.params import Params, corner, grown, inner, named_with_frozen, remembered, squared_size, wide
+from everlearn.params import Params, corner, grown, inner, is_sharded, named_with_frozen, remembered, squared_size, wide
 
 BLOCK = 2**22  # numbers that are worked on at a time
 Form = Diagonal | Kronecker | Full
@@ -42,6 +42,9 @@ class Quadratic:
     anchor: Params = field(default_factory=dict)
     slope: Params = field(default_factory=dict)
     constant: float = 0.0
+    _moved: set[str] = field(
+        default_factory=set, init=False, repr=False
+    )  # parameters that were seen to have a gradient
 
     def __call__(self, model: nn.Module) -> Tensor:
         """The height of the model's place in the bowl; its gradient costs one product with F, not a graph."""
@@ -54,7 +57,10 @@ class Quadratic:
 
     @torch.no_grad()
     def pull(self, model: nn.Module, parameters: Params) -> None:
-        """Add the gradient at the model's place to ``p.grad``, in place: half the cost of a height and its graph."""
+        """Add the gradient at the model's place to ``p.grad``, in place: half the cost of a height and its graph.
+
+        A parameter whose gradient is exactly zero keeps the ``p.grad`` it has, None where the loss does not touch it.
+        """
         names = self.form.names
         theta = {n: t for n, t in remembered(model, self.anchor, parameters).items() if n in names}
         if not theta:  # all of them are frozen
@@ -64,11 +70,29 @@ class Quadratic:
                 delta = list(self._delta(some).values())
                 values = [on(self.form.values[n], d).to(d.dtype) for n, d in zip(some, delta, strict=True)]
                 torch._foreach_mul_(delta, values)  # not addcmul: autograd, too, rounds the product before it adds it
-                torch._foreach_add_([_grad(parameters[n], t.shape) for n, t in some.items()], delta)
+                self._add_gradient(parameters, dict(zip(some, delta, strict=True)))
         else:
             pull = self._at(self._with_frozen(model, theta))[1]
-            grads = [_grad(parameters[n], t.shape) for n, t in theta.items()]
-            torch._foreach_add_(grads, [pull[n] for n in theta])
+            self._add_gradient(parameters, {n: pull[n] for n in theta})
+
+    def _add_gradient(self, parameters: Params, gradient: Params) -> None:
+        moved = self._nonzero(gradient)
+        names = [n for n in gradient if n in moved]
+        if names:
+            grads = [_grad(parameters[n], gradient[n].shape) for n in names]
+            torch._foreach_add_(grads, [gradient[n] for n in names])
+
+    def _nonzero(self, gradient: Params) -> set[str]:
+        """The parameters whose gradient is not, or has not always been, exactly zero.
+
+        With zeros for a gradient, weight decay would move a parameter that the loss does not touch, such as another task's
+        output layer, which it leaves alone where ``p.grad`` is None. What has moved once is not asked again, so that in most
+        models nobody waits for the device after the first step.
+        """
+        unseen = {n: g for n, g in gradient.items() if n not in self._moved}
+        if unseen:
+            self._moved |= nonzero(unseen)
+        return self._moved
 
     def _at(self, theta: Params) -> tuple[Tensor, Params]:
         """q(θ) and its gradient F δ - s."""
@@ -103,6 +127,7 @@ class Quadratic:
 
     def add(self, form: Form, at: Params) -> None:
         """Another bowl, with its own minimum."""
+        self._moved = set()
         if not self.anchor:
             self.form, self.anchor = form, dict(at)
         elif isinstance(self.form, Diagonal) and isinstance(form, Diagonal):
@@ -134,6 +159,7 @@ class Quadratic:
     def move(self, form: Form, to: Params) -> None:
         """This form and no other, around a new place."""
         self.form, self.anchor, self.slope, self.constant = form, {**self.anchor, **to}, {}, 0.0
+        self._moved = set()
 
     def state_dict(self) -> dict[str, Any]:
         """For saving."""
@@ -143,6 +169,7 @@ class Quadratic:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what was saved."""
+        self._moved = set()
         self.form = FORMS[state["kind"]]()
         self.form.load_state_dict(state["form"])
         self.anchor, self.slope, self.constant = dict(state["anchor"]), dict(state["slope"]), float(state["constant"])
@@ -156,6 +183,18 @@ def total(first: Form, second: Form) -> Form:
     return first + second  # type: ignore[operator]
 
 
+def nonzero(tensors: Params) -> set[str]:
+    """The names of those that have an entry other than zero; a single wait for the device.
+
+    >>> nonzero({"a": torch.zeros(2), "b": torch.tensor([0.0, 1.0])})
+    {'b'}
+    """
+    flags = [tensor.any() for tensor in tensors.values()]
+    flags = [flag.full_tensor() if is_sharded(flag) else flag for flag in flags]  # type: ignore[attr-defined]
+    found = torch.stack([on(flag, flags[0]) for flag in flags]).tolist() if flags else []
+    return {n for n, flag in zip(tensors, found, strict=True) if flag}
+
+
 class _Height(torch.autograd.Function):
     """q(θ) with its gradient written down, because a graph through the same formula takes twice the time."""
 
@@ -163,18 +202,25 @@ class _Height(torch.autograd.Function):
     def forward(ctx: Any, bowl: Quadratic, names: list[str], *theta: Tensor) -> Tensor:
         height, ctx.pull = bowl._at(dict(zip(names, theta, strict=True)))
         ctx.bowl, ctx.names = bowl, names
+        moved = bowl._nonzero(ctx.pull)
+        ctx.moved = {n for n in names if n in moved}
         ctx.save_for_backward(*theta)
         return height
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
-        theta, pull = ctx.saved_tensors, ctx.pull
+        theta, pull, moved = ctx.saved_tensors, ctx.pull, ctx.moved
+        if torch.is_grad_enabled():  # where the gradient is zero, the second derivative is not
+            moved = set(ctx.names)
         if torch.is_grad_enabled() or pull is None:  # a second derivative, or a second pass
             pull = ctx.bowl._at(dict(zip(ctx.names, theta, strict=True)))[1]
         ctx.pull = None  # with nobody else holding it, autograd adds to it in place
         if d.requires_grad or d.device.type != "cpu" or d != 1:
             pull = dict(zip(pull, torch._foreach_mul(list(pull.values()), d), strict=True))
-        return None, None, *(pull[n].to(t.dtype) if n in pull else None for n, t in zip(ctx.names, theta, strict=True))
+        gradients = (
+            pull[n].to(t.dtype) if n in pull and n in moved else None for n, t in zip(ctx.names, theta, strict=True)
+        )
+        return None, None, *gradients
 
 
 def _blocks(theta: Params) -> Iterator[Params]:

@@ -16,8 +16,8 @@ from everlearn.curvature.diagonal import Diagonal
 from everlearn.curvature.persample.engine import PerExample
 from everlearn.curvature.persample.statistics import Elementwise
 from everlearn.curvature.persample.untouched import untouched
-from everlearn.likelihood import Gaussian
-from everlearn.stream import as_task
+from everlearn.likelihood import Categorical, Gaussian, Likelihood
+from everlearn.stream import Task, as_task
 
 log = logging.getLogger("everlearn")
 Norm = Literal["squared", "vector", "local"]
@@ -48,16 +48,18 @@ def sensitivity(model: nn.Module, data: Any, norm: Norm = "squared", chunk: int 
     if norm not in ("squared", "vector", "local"):
         raise ValueError(f"norm: got {norm!r}, allowed: 'squared', 'vector', 'local'.")
     engine, task, examples = PerExample(model), as_task(data, Gaussian()), 0  # which takes any labels; none is used
+    likelihood = task.likelihood if isinstance(data, Task) else Categorical()
     magnitudes = Elementwise(engine.parameters, squared=False)
     unseen: set[str] = set()
     device = next(iter(engine.parameters.values())).device
     with untouched(engine.model):
         for batch in task.examples(chunk or engine.chunk(task), shared=True):
             here = batch if device.type == "cpu" else batch.to(device)
+            first = None if examples else likelihood  # which looks at the outputs once
             if norm == "local":
                 unseen |= engine.update_locally(here.x, partial(_allowed, here), magnitudes)
             else:
-                engine.update(here.x, partial(_squared if norm == "squared" else _vector, here), magnitudes)
+                engine.update(here.x, partial(_squared if norm == "squared" else _vector, here, first), magnitudes)
             examples += len(batch)
     magnitudes.add_up()
     examples = int(distributed.total(examples))
@@ -68,11 +70,15 @@ def sensitivity(model: nn.Module, data: Any, norm: Norm = "squared", chunk: int 
     return Diagonal(magnitudes.sums) * (1 / examples)
 
 
-def _squared(batch: Batch, out: Tensor) -> Iterator[Tensor]:
+def _squared(batch: Batch, first: Likelihood | None, out: Tensor) -> Iterator[Tensor]:
+    if first is not None:
+        first.check_outputs(out)
     yield 2 * out * _allowed(batch, out)
 
 
-def _vector(batch: Batch, out: Tensor) -> Iterator[Tensor]:
+def _vector(batch: Batch, first: Likelihood | None, out: Tensor) -> Iterator[Tensor]:
+    if first is not None:
+        first.check_outputs(out)
     ok = _allowed(batch, out).expand_as(out)
     for c in range(out[0].numel()):
         s = torch.zeros_like(out).flatten(1)

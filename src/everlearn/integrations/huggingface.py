@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from everlearn import atomic
 from everlearn.attachment import Attachment
 from everlearn.data import as_rows
 from everlearn.extras import needs
+from everlearn.forward import next_token_labels, shifts_labels
 from everlearn.likelihood import Likelihood
 from everlearn.method import Method
 from everlearn.stream import Task, as_task
@@ -63,7 +63,6 @@ class Continual(TrainerCallback):  # type: ignore[misc]
         self._attached: Attachment | None = None
         self._hooks: list[Any] = []
         self._learned = Task()
-        self._epoch = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Begin the task, or go on with it, and into the optimizer's steps."""
@@ -87,10 +86,6 @@ class Continual(TrainerCallback):  # type: ignore[misc]
             model.model.register_forward_pre_hook(self._attached.before_pass, with_kwargs=True),
             model.model.register_forward_hook(self._passed, with_kwargs=True),
         ]
-
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Which pass it is."""
-        self._epoch = int(state.epoch or 0)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Consolidate; checkpoints were written before that."""
@@ -126,7 +121,7 @@ class Continual(TrainerCallback):  # type: ignore[misc]
             return
         if model.training and torch.is_grad_enabled():
             x, y = pair(model, {name: v for name, v in kwargs.items() if isinstance(v, Tensor) and v.dim()})
-            self._attached.see(x, y, epoch=self._epoch, out=said)
+            self._attached.see(x, y, out=said)
 
 
 class Pairs:
@@ -154,12 +149,12 @@ def pair(model: nn.Module, batch: Any) -> tuple[Any, Tensor | None]:
     A causal language model takes them one place later; one with a decoder makes the decoder's inputs of them.
     """
     x, y, _ = as_rows(batch)
-    inner: Any = model
-    inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
     if y is None:
         return x, y
-    if _shifts(inner):
-        return x, shifted(y)
+    if shifts_labels(model):
+        return x, next_token_labels(y)
+    inner: Any = model
+    inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
     if hasattr(inner, "prepare_decoder_input_ids_from_labels") and "decoder_input_ids" not in x:
         x = {**x, "decoder_input_ids": inner.prepare_decoder_input_ids_from_labels(labels=y)}
     return x, y
@@ -174,21 +169,6 @@ def logits(model: nn.Module, out: Any) -> Tensor:
             "at: wrap it in a module whose forward(x) gives one tensor, and use everlearn.train or method.attach."
         )
     return said
-
-
-def shifted(labels: Tensor) -> Tensor:
-    """The label of each place is the next one; the last has none.
-
-    >>> shifted(torch.tensor([[5, 6, 7]]))
-    tensor([[   6,    7, -100]])
-    """
-    return F.pad(labels[..., 1:], (0, 1), value=-100)
-
-
-def _shifts(model: nn.Module) -> bool:
-    """Whether the model itself takes labels one place later, as transformers' causal ones do."""
-    name, kind = type(model).__name__, getattr(model, "loss_type", None)
-    return kind == "ForCausalLM" or (kind is None and name.endswith(("LMHeadModel", "ForCausalLM")))
 
 
 def save(method: Method, folder: str | Path) -> Path:

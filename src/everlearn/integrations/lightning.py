@@ -94,7 +94,7 @@ class Continual(Callback):  # type: ignore[misc]
         """Labels and all, for methods that look at examples."""
         if self._attached is not None and not self.method.of_parameters:
             x, y, _ = as_rows(batch)
-            self._attached.see(x, y, epoch=trainer.current_epoch)
+            self._attached.see(x, y)
 
     def on_train_end(self, trainer: Any, pl_module: nn.Module) -> None:
         """Consolidate."""

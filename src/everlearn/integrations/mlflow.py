@@ -34,7 +34,9 @@ class MLflow:
         self._mlflow.log_metrics({re.sub(r"[^\w\-. /]", "_", n): float(v) for n, v in numbers.items()}, step=step)
 
     def finish(self, result: Result | None) -> None:
-        """With the average accuracy, if it has come to an end."""
+        """With the accuracy over tasks and over all test examples, if it has come to an end."""
         if result is not None:
-            self._mlflow.log_metrics({"average accuracy": result.average_accuracy})
+            self._mlflow.log_metrics(
+                {"average accuracy": result.average_accuracy, "overall accuracy": result.overall_accuracy}
+            )
         self._mlflow.end_run("FINISHED" if result is not None else "FAILED")

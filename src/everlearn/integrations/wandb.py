@@ -33,7 +33,8 @@ class WandB:
         self._run.log(dict(numbers), step=step)
 
     def finish(self, result: Result | None) -> None:
-        """With the average accuracy, if it has come to an end."""
+        """With the accuracy over tasks and over all test examples, if it has come to an end."""
         if result is not None:
             self._run.summary["average accuracy"] = result.average_accuracy
+            self._run.summary["overall accuracy"] = result.overall_accuracy
         self._run.finish(exit_code=0 if result is not None else 1)

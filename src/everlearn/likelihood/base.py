@@ -26,6 +26,9 @@ class Likelihood(ABC):
     def score(self, out: Tensor, y: Tensor, allowed: Tensor | None = None) -> Tensor:
         """How good each example's output is, higher is better; the mean is what the accuracy matrix holds."""
 
+    def check_outputs(self, out: Tensor) -> None:  # noqa: B027 - most take any
+        """Say so where outputs are evidently not what this likelihood takes them for."""
+
     @property
     def score_name(self) -> str:
         """What the score is called."""
@@ -34,6 +37,10 @@ class Likelihood(ABC):
     def weight(self, y: Tensor) -> int:
         """How many labels the loss of a batch with these is a mean over."""
         return len(y)
+
+    def label_count(self, out: Tensor, y: Tensor | None = None) -> int:
+        """How many labels the loss of these outputs is a mean over; without labels, as many as they could have."""
+        return len(out) if y is None else self.weight(y)
 
     @abstractmethod
     def labels(self, y: Tensor) -> Tensor:

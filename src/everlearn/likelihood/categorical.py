@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -41,6 +42,25 @@ class Categorical(Likelihood):
             allowed = F.pad(allowed, (0, out.shape[-1] - allowed.shape[-1]))
         return out.masked_fill(~_per_token(allowed, out), float("-inf"))
 
+    def check_outputs(self, out: Tensor) -> None:
+        """Warn of a model that ends in a softmax: a second one is taken of its outputs, which flattens them.
+
+        Loss and Fisher information are then those of another, nearly uniform distribution. After ``LogSoftmax`` a second softmax
+        changes nothing.
+        """
+        if out.shape[-1] < 2 or not out.numel() or not out.is_floating_point():
+            return
+        tolerance = 1e-4 if out.dtype == wide(out) else 1e-2
+        out = out.detach().to(wide(out))
+        if (out >= 0).all() and ((out.sum(-1) - 1).abs() < tolerance).all():
+            warnings.warn(
+                "The model's outputs are probabilities (no row has a negative one and all sum to 1), and Categorical() takes a softmax of "
+                "them once more: the loss hardly tells classes apart, and importances come out far too small. Leave out the Softmax at "
+                "the end of the model, or put LogSoftmax in its place.",
+                UserWarning,
+                stacklevel=1,  # one place, so that it is said once, whether the loss or the Fisher information meets it first
+            )
+
     def loss(self, out: Tensor, y: Tensor, allowed: Tensor | None = None) -> Tensor:
         """Cross-entropy, averaged over examples (and tokens)."""
         logits = self.logits(out, allowed)
@@ -65,8 +85,12 @@ class Categorical(Likelihood):
         return (hit & counted).flatten(1).sum(1) / counted.flatten(1).sum(1).clamp(min=1)
 
     def weight(self, y: Tensor) -> int:
-        """Examples, or tokens that are not ignored."""
-        return len(y) if y.dim() == 1 else int((y != -100).sum())
+        """Labels, of examples or of tokens, that are not ignored."""
+        return int((y != -100).sum())
+
+    def label_count(self, out: Tensor, y: Tensor | None = None) -> int:
+        """A label for every row of outputs, or those that are not ignored."""
+        return out[..., 0].numel() if y is None else self.weight(y)
 
     def labels(self, y: Tensor) -> Tensor:
         """Class numbers as int64."""

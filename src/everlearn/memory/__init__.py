@@ -26,8 +26,9 @@ class Memory:
     """Rows of named tensors, at most ``capacity`` of them, copied when they are added.
 
     A column is a tensor with one entry per row, a dict or tuple of such tensors, or None where there is nothing to
-    keep. Names, shapes and dtypes are those of the first rows. Every call of ``add`` counts its rows as new: when
-    training for several epochs, add in the first one only. Draws come from a generator of the memory's own.
+    keep. Names, shapes and dtypes are those of the first rows. Every call of ``add`` counts its rows as new: an
+    example that is added in every epoch is seen as often, and may be kept more than once. Draws come from a generator of the
+    memory's own.
 
         reservoir   every row seen is here with the same probability, capacity / seen (Vitter, 1985): row n, counted
                     from 0, draws j from {0 … n} and takes place j if there is one; the first rows lie in order

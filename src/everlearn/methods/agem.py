@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from everlearn.fields import Range
-from everlearn.params import inner, wide
-from everlearn.replay import Replay, gradient_on
+from everlearn.params import inner
+from everlearn.replay import Replay, dense_gradient, gradient_on, with_gradient, write_gradient
 from everlearn.traits import Traits
 
 
@@ -44,13 +44,14 @@ class AGEM(Replay):
         """Take away from the gradient what would undo the old tasks."""
         self._edited = True
         drawn = None if self._now is None else self.draw(self._now, self.earlier(self._now))
-        parameters = [p for p in model.parameters() if p.grad is not None]
+        parameters = with_gradient(model)
         reference = gradient_on(model, parameters, None if drawn is None else drawn[0])
         if reference is None:
             return
-        projected = project([p.grad.to(wide(p)) for p in parameters if p.grad is not None], reference)
-        for p, g in zip(parameters, projected, strict=True):
-            p.grad = g.to(p.dtype)
+        gradient = [dense_gradient(p) for p in parameters]
+        projected = project(gradient, reference)
+        if projected is not gradient:
+            write_gradient(parameters, projected)
 
 
 def project(g: list[Tensor], reference: list[Tensor]) -> list[Tensor]:

@@ -10,16 +10,20 @@ from torch import Tensor, nn
 
 from everlearn.batch import Batch
 from everlearn.fields import NonNegative, Search
+from everlearn.likelihood import Likelihood
 from everlearn.params import wide
 from everlearn.replay import Replay, Rows, loss_on
 from everlearn.traits import Traits
 
 
-def _stored_outputs(out: Tensor, rows: Rows) -> Tensor:
-    """Mean squared difference from the outputs as they were stored; those of a head that has grown since are free."""
+def _stored_outputs(likelihood: Likelihood, out: Tensor, rows: Rows) -> Tensor:
+    """Mean squared difference from the stored outputs; of a head that has grown since, and at ignored labels, outputs are free."""
     z: Tensor = rows["logits"]
     out = out[..., : z.shape[-1]].to(z.dtype)
     known = z.isfinite() & out.isfinite()
+    counted = likelihood.counted(rows["y"])
+    if counted is not None:
+        known &= counted
     apart = torch.where(known, out, 0.0) - torch.where(known, z, 0.0)
     return apart.square().sum() / known.sum().clamp(min=1)
 
@@ -30,8 +34,9 @@ class DER(Replay):
 
         L = L_task + alpha · mean over (x′, z′) from the memory and over outputs of (f(x′) - z′)²
 
-    z′ are the outputs at the time x′ was first seen, in training mode, before that step. The mean runs over examples *and*
-    outputs, as in the authors' code; the paper writes a squared norm per example.
+    z′ are the outputs at the presentation of x′ that is kept, in training mode, before that step. Presentations of every epoch
+    are offered to the memory, as in the authors' code, so that over several epochs most z′ are those of a trained model. The
+    mean runs over examples *and* outputs, as there; the paper writes a squared norm per example.
 
     Args:
         capacity: how many examples are kept.
@@ -42,7 +47,7 @@ class DER(Replay):
     traits = Traits(
         family="replay",
         pro="keeps what the model said, which at small capacities is worth more than labels",
-        con="holds outputs of classes it had not seen yet: take DER++ where new classes come",
+        con="what it keeps is as good as the model was then: DER++ keeps the labels too",
         step=2.1,
         keeps_examples=True,
         without_boundaries={},
@@ -59,7 +64,7 @@ class DER(Replay):
         if batch is None or not self.alpha or (drawn := self.draw(batch)) is None:
             return 0.0
         replayed, rows = drawn
-        return self.alpha * _stored_outputs(model(replayed.x), rows)
+        return self.alpha * _stored_outputs(batch.likelihood, model(replayed.x), rows)
 
 
 @dataclass(eq=False)
@@ -99,7 +104,7 @@ class DERpp(Replay):
         if batch is None or not len(self.memory):
             return total
         if self.alpha and (drawn := self.draw(batch)) is not None:
-            total = self.alpha * _stored_outputs(model(drawn[0].x), drawn[1])
+            total = self.alpha * _stored_outputs(batch.likelihood, model(drawn[0].x), drawn[1])
         if self.beta and (drawn := self.draw(batch)) is not None:
-            total = total + (self.beta * loss_on(model, drawn[0]) if drawn[0].weight else 0.0)
+            total = total + self.beta * loss_on(model, drawn[0])
         return total

@@ -54,4 +54,4 @@ class ERACE(Replay):
         """Cross-entropy over all allowed classes on remembered examples."""
         if batch is None or (drawn := self.draw(batch)) is None:
             return 0.0
-        return loss_on(model, drawn[0]) if drawn[0].weight else 0.0
+        return loss_on(model, drawn[0])

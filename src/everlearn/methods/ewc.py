@@ -113,7 +113,8 @@ class EWC(QuadraticPenalty):
         form, here = self._selected(model, importance)
         if self.cap is not None and not isinstance(form, Diagonal):
             raise ValueError(f"EWC.cap is for importances per parameter, not for a {type(form).__name__} form.")
-        form = form * self._strength()
+        self.applied_strength = self._strength()
+        form = form * self.applied_strength
         if self.mode == "separate":
             self.bowl.add(form.damped(self.prior) if self.prior and not self.tasks else form, here)
         else:
@@ -139,3 +140,8 @@ class EWC(QuadraticPenalty):
                 f"EWC.strength has {len(self.strength)} values, this is task {self.tasks + 1}: give one for each."
             )
         return self.strength[self.tasks]
+
+    def _last_strength(self) -> float | None:
+        if not isinstance(self.strength, tuple):
+            return super()._last_strength()
+        return self.strength[self.tasks - 1] if 0 < self.tasks <= len(self.strength) else None

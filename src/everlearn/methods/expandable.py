@@ -150,9 +150,13 @@ class ExpandableRepresentation(Replay):
         return loss + self.auxiliary * F.cross_entropy(self._live.auxiliary(seen), self.targets(batch.labels(), old))
 
     def targets(self, y: Tensor, old: Tensor) -> Tensor:
-        """The auxiliary head's: 0 for examples of earlier tasks and classes known before, else 1 + the place among the new."""
+        """The auxiliary head's: 0 for examples of earlier tasks and classes known before, else 1 + the place among the new.
+
+        Labels that are ignored (-100) stay so.
+        """
         new = torch.tensor(self.new, device=y.device)
-        return torch.where(old, 0, ((y[:, None] == new) * torch.arange(1, len(new) + 1, device=y.device)).sum(1))
+        known = torch.where(old, 0, ((y[:, None] == new) * torch.arange(1, len(new) + 1, device=y.device)).sum(1))
+        return torch.where(y == -100, y, known)
 
     def observe(self, batch: Batch, out: Tensor) -> None:
         """Nothing: the memory is filled when the task ends, with features that are learned."""
@@ -179,14 +183,8 @@ class ExpandableRepresentation(Replay):
         for p in live.learning():
             p.grad = None  # a live optimizer would go on moving them
         self.memory.add(**rows, **({"features": F.normalize(phi, dim=-1)} if self.policy == "herding" else {}))
-        layer = output_layer(inner, self.output)[1]
-        every, own = (sum(p.numel() for p in m.parameters()) for m in (inner, layer))
-        blocks, count = sum(b.numel() for b in live.blocks), len(live) + 1
-        self.sizes = {
-            "extractors": count,
-            "feature width": count * layer.in_features,
-            "all parameters": count * (every - own) + own + blocks,
-        }
+        count = len(live) + 1
+        self.sizes = {"extractors": count, "feature width": count * output_layer(inner, self.output)[1].in_features}
         self.open = False
         super().end_task(model, task)
 
@@ -196,8 +194,15 @@ class ExpandableRepresentation(Replay):
             self._attach(model)
         return super().predict(model, x, task)
 
+    def extra_parameters(self, model: nn.Module) -> int:
+        """The frozen extractors, and the classifier's weights for them; the auxiliary head serves training alone."""
+        names = {name for name, _ in unwrap(model).named_parameters()}
+        blocks = self.blocks if self._live is None else list(self._live.blocks)
+        frozen = sum(v.numel() for extractor in self.extractors for name, v in extractor.items() if name in names)
+        return frozen + sum(block.numel() for block in blocks)
+
     def facts(self) -> dict[str, float]:
-        """How many extractors there are, how wide their features are together, and all parameters that answers need."""
+        """How many extractors there are, and how wide their features are together."""
         return dict(self.sizes)
 
     def export(self, model: nn.Module) -> nn.Module:
@@ -303,6 +308,8 @@ class ExpandableRepresentation(Replay):
         """The features of all the task's examples, and what the memory may keep of each."""
         device, found, kept = next(inner.parameters()).device, [], []
         for batch in as_task(task).examples(CHUNK):
+            rows = batch.labeled_rows()
+            batch = batch if rows is None else batch[rows]
             found.append(live.all_features(inner, batch.to(device).x))
             kept.append(self.columns(batch, batch.labels()))
         if not kept:

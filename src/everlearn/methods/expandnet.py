@@ -12,6 +12,8 @@ from everlearn.batch import Batch
 from everlearn.expanding import Expanding
 from everlearn.fields import NonNegative, Range
 from everlearn.growth import check_precision
+from everlearn.isolation import kept
+from everlearn.params import Params, named_with_frozen
 from everlearn.seeds import derive
 from everlearn.stream import as_task
 from everlearn.traits import Traits
@@ -77,7 +79,7 @@ class ExpandNet(Expanding):
 
     def begin_task(self, model: nn.Module, task: Any) -> None:
         """Lock what is learned; units that may be needed are made, asleep."""
-        self.is_new(task)
+        self.check_between_tasks(model, task)
         self._beside = None  # layers may have been replaced since
         beside = self._attach(model)
         if self.sparsity:
@@ -94,6 +96,12 @@ class ExpandNet(Expanding):
         self._begin(as_task(task), getattr(task, "steps", None))
         self._lock(model)
         self._attach(model)
+
+    def protected(self, model: nn.Module, count: int) -> Params:
+        """All of the model but its output layer, from the first task on."""
+        own = kept(model, self.output, rest=False)
+        parameters = named_with_frozen(model)
+        return {n: torch.ones_like(p, dtype=torch.bool) for n, p in parameters.items() if n not in own}
 
     def observe(self, batch: Batch, out: Tensor) -> None:
         """Hear the training loss, where it will be needed."""

@@ -23,7 +23,8 @@ class Freeze(Method):
 
     Keeps the features at the price of learning new ones: the other end of the scale from fine-tuning. Frozen parameters
     have no gradient, so no optimizer, momentum or weight decay moves them, and normalisation layers that track running
-    statistics stay in evaluation mode.
+    statistics stay in evaluation mode. An output layer whose weight is also a table of embeddings cannot learn without moving the
+    features, and is refused.
 
     Args:
         output: name of the output layer; by default the last ``nn.Linear``.
@@ -54,6 +55,7 @@ class Freeze(Method):
 
     def begin_task(self, model: nn.Module, task: Any) -> None:
         """Freeze everything but the output layer, from the second task on."""
+        self._check_tied(unwrap(model))
         place = getattr(task, "id", None)
         self.frozen = self.frozen or (self.begun and (place is None or place != self.first))
         if not self.begun:
@@ -76,6 +78,22 @@ class Freeze(Method):
         for undo in self._undo:
             undo()
         self._undo, self._held = [], []
+
+    def _check_tied(self, model: nn.Module) -> None:
+        """Refuse an output layer that shares a parameter with what is to be frozen, before any time is spent on training."""
+        if self.output is None and not any(isinstance(m, nn.Linear) for m in model.modules()):
+            return  # said where it is to be frozen
+        name, output = output_layer(model, self.output)
+        inside = {id(m) for m in output.modules()}
+        own = {id(p) for p in output.parameters()}
+        for place, module in model.named_modules():
+            leaves = [] if id(module) in inside else [n for n, p in module._parameters.items() if id(p) in own]
+            if leaves:
+                raise ValueError(
+                    f"The output layer {name!r} shares its weight with {f'{place}.{leaves[0]}'.lstrip('.')}: with it the features would go on "
+                    f"moving. Give it a weight of its own, model.{name}.weight = nn.Parameter(model.{name}.weight.detach().clone()), or "
+                    "name another layer: Freeze(output=…)."
+                )
 
     def _freeze(self, model: nn.Module) -> None:
         self.detach(model)

@@ -12,8 +12,7 @@ from everlearn import distributed
 from everlearn.batch import Batch
 from everlearn.fields import NonNegative, Range, Search
 from everlearn.memory import Memory
-from everlearn.params import wide
-from everlearn.replay import Replay, gradient_on
+from everlearn.replay import Replay, dense_gradient, gradient_on, with_gradient, write_gradient
 from everlearn.traits import Traits
 
 
@@ -59,7 +58,7 @@ class GEM(Replay):
     def before_step(self, model: nn.Module) -> None:
         """Turn the gradient so that it lowers, or leaves, every old task's loss."""
         self._edited = True
-        parameters = [p for p in model.parameters() if p.grad is not None]
+        parameters = with_gradient(model)
         rows = []
         for k in sorted({k for known in distributed.every(self._earlier_tasks()) for k in known}):
             reference = gradient_on(model, parameters, self._drawn_of(k))
@@ -67,10 +66,12 @@ class GEM(Replay):
                 rows.append(torch.cat([g.flatten() for g in reference]))
         if not rows:
             return
-        g = torch.cat([p.grad.to(wide(p)).flatten() for p in parameters if p.grad is not None])
+        g = torch.cat([dense_gradient(p).flatten() for p in parameters])
         turned = nearest(g, torch.stack(rows), self.margin, self.ridge)
-        for p, part in zip(parameters, turned.split([p.numel() for p in parameters]), strict=True):
-            p.grad = part.view_as(p).to(p.dtype)
+        if turned is g:  # it violates nothing
+            return
+        parts = turned.split([p.numel() for p in parameters])
+        write_gradient(parameters, [part.view_as(p) for p, part in zip(parameters, parts, strict=True)])
 
     def _earlier_tasks(self) -> list[int]:
         if self._now is None or not len(self.memory):
@@ -102,22 +103,43 @@ def non_negative(matrix: Tensor, vector: Tensor) -> Tensor:
     >>> non_negative(torch.eye(2), torch.tensor([-1.0, 1.0]))
     tensor([1., 0.])
     """
-    u, free = torch.zeros_like(vector), torch.zeros_like(vector, dtype=torch.bool)
-    tolerance = 1e-12 * vector.abs().max()
+    diagonal = matrix.diagonal()
+    scale = torch.where(diagonal > 0, diagonal.clamp(min=torch.finfo(matrix.dtype).tiny).rsqrt(), 1.0)
+    size = (vector * scale).abs().max()
+    if not size:
+        return torch.zeros_like(vector)
+    # In these units the diagonal of P is 1 and the largest entry of q too, so that one tolerance fits slopes and u alike.
+    solution = _active_set(matrix * scale[:, None] * scale, vector * (scale / size))
+    return solution * (scale * size)
+
+
+def _active_set(matrix: Tensor, vector: Tensor, tolerance: float = 1e-12) -> Tensor:
+    """``non_negative`` of a problem without units."""
+    u = torch.zeros_like(vector)
+    free = torch.zeros_like(vector, dtype=torch.bool)
     for _ in range(10 * len(vector)):
         slope = -(matrix @ u + vector)
         slope[free] = 0
         if slope.max() <= tolerance:
             break
         free[slope.argmax()] = True
-        while True:
-            trial = torch.zeros_like(u)
-            trial[free] = torch.linalg.lstsq(matrix[free][:, free], -vector[free][:, None]).solution[:, 0]
-            if (trial[free] > 0).all():
-                break
-            below = free & (trial <= 0)
-            u = u + (u[below] / (u[below] - trial[below])).min() * (trial - u)
+        trial = _unconstrained(matrix, vector, free)
+        while (trial[free] <= 0).any():
+            blocking = free & (trial <= 0)
+            steps = torch.where(blocking, u / (u - trial).clamp(min=torch.finfo(u.dtype).tiny), torch.inf)
+            first = steps.argmin()
+            u = u + steps[first] * (trial - u)
             free &= u > tolerance
+            free[first] = False
             u[~free] = 0
+            trial = _unconstrained(matrix, vector, free)
         u = trial
+    return u
+
+
+def _unconstrained(matrix: Tensor, vector: Tensor, free: Tensor) -> Tensor:
+    """The least ½ uᵀPu + qᵀu over the free entries of u, the others zero."""
+    u = torch.zeros_like(vector)
+    if free.any():
+        u[free] = torch.linalg.lstsq(matrix[free][:, free], -vector[free][:, None]).solution[:, 0]
     return u

@@ -88,6 +88,10 @@ class GenerativeReplay(Method):
         """The generator's."""
         return [] if self._generator is None else list(self._generator.parameters())
 
+    def extra_parameters(self, model: nn.Module) -> int:
+        """None: the generator serves training alone."""
+        return 0
+
     def join(self, batch: Batch) -> Batch:
         """The batch, and inputs that the generator makes up, which have no labels yet: one pass costs less than two."""
         if not self.teacher:
@@ -168,7 +172,7 @@ class GenerativeReplay(Method):
                 t = None if batch.t is None else torch.full((len(x),), k, device=x.device)
                 loss = batch.like(x, y, t).loss(out)
             else:
-                apart = softened_kl(target[:, old], out[:, old], out[:, new], self.temperature)
+                apart = softened_kl(target[:, old], out[:, old], out[:, new], self.temperature).sum()
                 loss = self.temperature * self.temperature * apart / len(x)
             total = total + times * loss
         count = max(1, sum(times for _, _, times, _ in asked))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -77,7 +79,11 @@ class HAT(Isolation):
         self._free: Tensor | None = None  # 1 - u of all units, in the order of the embeddings
         self._room = 0.0
         self._factors: Params = {}
-        self._locks = Locks()
+        self._untried = False  # whether nobody has tried yet that the links are true
+        self._probes: list[tuple[Tensor, Tensor]] | None = (
+            None  # a gate and a weight that should move, and where the step began
+        )
+        self._learn: bool = False  # whether gates were seen to move in this task
         self._examples = 0  # of the first step
         self._rows: int | None = None  # of the task's data
 
@@ -88,6 +94,7 @@ class HAT(Isolation):
             raise ValueError('HAT(anneal="task") needs the planned steps of the task: set task.steps.')
         self._kept(model)  # or a wrong name of the output layer would show only at the end
         self._attach(model, data)
+        self.check_between_tasks(model, task)
         if self.enter(task):
             self.batch, self.batches, self._examples = 0, data.steps if self.anneal == "task" else None, 0
         if new:
@@ -97,12 +104,25 @@ class HAT(Isolation):
                 link.producer: nn.Parameter(torch.randn(link.width, generator=source).to(like.device, wide(like)))
                 for link in self._links
             }
+        self._learn, self._probes = False, None
         self._count(data)
         self._lock(model)
+
+    def protected(self, model: nn.Module, count: int) -> Params:
+        """What lies between units that these tasks use."""
+        own = self._kept(model)
+        used = _union(self.masks[:count])
+        parameters = named_with_frozen(model)
+        return {n: self._in_use(n, p, used) >= 1 for n, p in parameters.items() if n not in own}
 
     def parameters(self) -> list[nn.Parameter]:
         """The embeddings e of the current task."""
         return [e for e in self.embedding.values() if isinstance(e, nn.Parameter)]
+
+    def extra_parameters(self, model: nn.Module) -> int:
+        """The gates of all tasks, and what each has for itself."""
+        earlier = self.masks[: max(0, len(self.tasks) - 1)]
+        return super().extra_parameters(model) + sum(gates.numel() for masks in earlier for gates in masks.values())
 
     def penalty(self, model: nn.Module, batch: Batch | None = None, out: Tensor | None = None) -> Tensor | float:
         """The price of units that are not in use yet."""
@@ -122,6 +142,7 @@ class HAT(Isolation):
     @torch.no_grad()
     def before_step(self, model: nn.Module) -> None:
         """Give gates the gradient they would have if they were not steep; none to what is locked."""
+        self._check_modes(model)
         s = self._scale()
         for e in self.parameters():
             if e.grad is not None:
@@ -132,10 +153,14 @@ class HAT(Isolation):
             for name, p in named_with_frozen(model).items():
                 if name in self._factors and p.grad is not None:
                     p.grad.mul_(self._factors[name])
+        if not self._learn:
+            gate, weight = (_with_gradient(ps) for ps in (self.parameters(), unwrap(model).parameters()))
+            self._probes = None if gate is None or weight is None else [(p, p.clone()) for p in (gate, weight)]
 
     @torch.no_grad()
     def after_step(self, model: nn.Module) -> None:
         """Embeddings stay in [-6, 6], what is locked where it was; the next batch's gates are steeper."""
+        self._check_optimizer()
         for e in self.parameters():
             e.clamp_(-6, 6)
         self._locks.restore(model)
@@ -153,7 +178,7 @@ class HAT(Isolation):
             *self.masks[: len(self.tasks) - 1],
             {n: self._settled(e.detach()) for n, e in self.embedding.items()},
         ]
-        self.leave(remembered_state(model, self._kept(model)))
+        self.leave(model, remembered_state(model, self._kept(model)))
 
     def answer(self, model: nn.Module, x: Any, k: int) -> Tensor:
         """With the gates of the k-th task and what is its own."""
@@ -177,14 +202,21 @@ class HAT(Isolation):
         self._attach(model)
         alone = filled(model, self.own[k])
         take_off(alone, Gate)
+        take_off(alone, Trial)
         Locks().release(alone)
         for link in self._links:
             cut(alone, link, self.masks[k][link.producer])
         return alone
 
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what another had learned; the next ``begin_task`` or ``predict`` puts its gates on a model."""
+        super().load_state_dict(state)
+        self._links, self._untried = [], False
+
     def detach(self, model: nn.Module) -> None:
         """Take off the gates and unlock everything; the model is then what all tasks have made of it together."""
         take_off(model, Gate)
+        take_off(model, Trial)
         self._locks.release(model)
 
     def gate(self, producer: str, training: bool) -> Tensor | None:
@@ -201,6 +233,8 @@ class HAT(Isolation):
         inner = unwrap(model)
         if not self._links:
             self._links = self._found(inner, data)
+        if self._untried and not any(isinstance(hook, Trial) for hook in inner._forward_pre_hooks.values()):
+            inner.register_forward_pre_hook(Trial(self), with_kwargs=True)
         consumers = [inner.get_submodule(link.consumer) for link in self._links]
         if all(any(_is_gate(hook, self) for hook in m._forward_pre_hooks.values()) for m in consumers):
             return
@@ -210,24 +244,81 @@ class HAT(Isolation):
         seen_by_compiler(model)
 
     def _found(self, inner: nn.Module, data: Task | None) -> list[Link]:
-        """The links, each tried on some of the data where there are any."""
+        """The links, each tried on some of the data, or else on what the model is first called with in training."""
         take_off(inner, Gate)
         found = links(inner, self.groups)
+        known = self.masks[0] if self.masks else self.embedding
+        if known:  # what was begun with goes on
+            return [link for link in found if link.producer in known]
+        self._untried = True
         if data is not None and not isinstance(data.train, Batches) and data.train is not None:
             x = next(data.examples(4)).to(next(inner.parameters()).device).x
-            true = [link for link in found if separate(inner, link, x)]
-            if self.groups is not None and len(true) < len(found):
-                false = next(link for link in found if link not in true)
-                raise ValueError(
-                    f"groups: the units of {false.producer!r} do not go to {false.consumer!r} alone, or are mixed on their way."
-                )
-            found = true
+            flags = _flags(inner, found, (x,), {})
+            if not isinstance(flags, Exception):  # or the model does not take so few
+                self._untried = False
+                found = self._true(inner, found, flags)
+        return self._some(inner, found)
+
+    def try_links(self, inner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Try the links on what the model is called with, and take the gates off units that do not stay apart."""
+        self._untried = False
+        take_off(inner, Trial)
+        take_off(inner, Gate)
+        flags = _flags(inner, self._links, args, kwargs)
+        if isinstance(flags, Exception):
+            warnings.warn(
+                f"HAT could not try whether the units it gates stay apart ({str(flags)[:100]}): where something mixes them, or they go "
+                "elsewhere too, later tasks change what earlier ones answer.",
+                UserWarning,
+                stacklevel=2,
+            )
+        else:
+            self._links = self._true(inner, self._links, flags)
+            self._some(inner, self._links)
+            producers = {link.producer for link in self._links}
+            self.embedding = {n: e for n, e in self.embedding.items() if n in producers}
+            self._lock(inner)
+        self._attach(inner)
+
+    def _true(self, inner: nn.Module, found: list[Link], flags: list[bool]) -> list[Link]:
+        """The links whose units stay apart; all that somebody has named, or that tasks were learned with, must."""
+        false = [link for link, flag in zip(found, flags, strict=True) if not flag]
+        if false and (self.groups is not None or self.masks):
+            raise ValueError(
+                f"{'groups: ' * (self.groups is not None)}the units of {false[0].producer!r} do not go to {false[0].consumer!r} alone, "
+                "or are mixed on their way."
+            )
+        return [link for link in found if link not in false]
+
+    def _some(self, inner: nn.Module, found: list[Link]) -> list[Link]:
         if not found:
             raise ValueError(
                 f"HAT finds no units to gate in {type(inner).__name__}: it needs two linear or convolution layers with nothing "
                 'between them that mixes units; name them, groups={"conv1": "conv2"}.'
             )
         return found
+
+    def _check_modes(self, model: nn.Module) -> None:
+        """Refuse to learn in evaluation mode, where gates are open or shut and have no gradient."""
+        inner = unwrap(model)
+        resting = [link.consumer for link in self._links if not inner.get_submodule(link.consumer).training]
+        if resting:
+            raise ValueError(
+                f"HAT's gates learn in training mode only, and {', '.join(resting[:3])}{', …' * (len(resting) > 3)} is in evaluation mode: "
+                "call model.train() before the loss is taken. To hold the statistics of a BatchNorm, set that layer alone to eval()."
+            )
+
+    def _check_optimizer(self) -> None:
+        """Refuse an optimizer that moves the model and not the gates."""
+        if self._learn or self._probes is None:
+            return
+        gate_moved, weight_moved = (not torch.equal(p, start) for p, start in self._probes)
+        self._learn = gate_moved
+        if weight_moved and not gate_moved:
+            raise ValueError(
+                "The optimizer does not move HAT's gates, so that they would never learn: make it after begin_task(model, task), of "
+                "[*model.parameters(), *method.parameters()]."
+            )
 
     def _count(self, data: Task) -> None:
         """How many batches an epoch has, or the examples from which the first step will tell."""
@@ -266,18 +357,18 @@ class HAT(Isolation):
         inner, kept = unwrap(model), self._kept(model)
         for name, p in named_with_frozen(model).items():
             if name not in kept:
-                used = self._in_use(name, p)
+                used = self._in_use(name, p, self._used)
                 self._locks.lock(model, name, used >= 1)
                 if self.soft:
                     self._factors[name] = 1 - used
         self._locks.hold_statistics(model, {n for n, _ in inner.named_buffers()} - set(kept))
 
-    def _in_use(self, name: str, p: Tensor) -> Tensor:
-        """How far each entry of a parameter serves earlier tasks: the lesser of its two ends."""
+    def _in_use(self, name: str, p: Tensor, units: Params) -> Tensor:
+        """How far each entry of a parameter serves tasks that use these units: the lesser of its two ends."""
         place, _, leaf = name.rpartition(".")
         used = torch.ones_like(p, requires_grad=False)
         for link in self._links:
-            u, tail = self._used[link.producer].to(p), (1,) * (p.dim() - 2)
+            u, tail = units[link.producer].to(p), (1,) * (p.dim() - 2)
             if place == link.producer or place in link.norms:
                 used = torch.minimum(used, u.view(-1, *(1,) * (p.dim() - 1)))
             if place == link.consumer and leaf == "weight":
@@ -301,6 +392,37 @@ class Gate:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Gate:
         return self
+
+
+class Trial:
+    """A hook before the model's first pass in training, on which links are tried that no data told of before."""
+
+    def __init__(self, method: HAT) -> None:
+        self.method = method
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Once, in training mode."""
+        if self.method._untried and module.training:
+            self.method.try_links(module, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Trial:
+        return self
+
+
+def _flags(
+    inner: nn.Module, found: list[Link], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[bool] | Exception:
+    """Of each link whether it is true, or why that could not be tried."""
+    try:
+        return [separate(inner, link, *args, kwargs=kwargs) for link in found]
+    except (RuntimeError, ValueError, TypeError) as error:
+        return error
+
+
+def _with_gradient(parameters: Iterable[Tensor]) -> Tensor | None:
+    """The first that a step should move."""
+    return next((p for p in parameters if p.grad is not None and not p.grad.is_sparse and p.grad.any()), None)
 
 
 def _is_gate(hook: Any, method: HAT) -> bool:

@@ -10,7 +10,7 @@ from torch import nn
 
 from everlearn.curvature.diagonal import Diagonal
 from everlearn.fields import NonNegative, Search
-from everlearn.params import named
+from everlearn.params import Params, named
 from everlearn.penalty import HELD, QuadraticPenalty
 from everlearn.traits import Traits
 
@@ -44,4 +44,14 @@ class L2(QuadraticPenalty):
         """The anchor moves to where this task ended."""
         form, here = self._selected(model, {n: torch.ones_like(p) for n, p in named(model).items()})
         frozen = {n: v for n, v in self.bowl.form.diagonal().items() if n not in form.names}
+        self.applied_strength = float(self.strength)
         self.bowl.move(self._stored(Diagonal(frozen | (form * self.strength).diagonal())), here)
+
+    def _thaw(self, parameters: Params, weights: dict[str, float]) -> None:
+        """Hold them like all others: frozen, they have stayed where the last task left them, and all matter equally."""
+        strength = self.strength if self.applied_strength is None else self.applied_strength
+        importance = {n: torch.full_like(p.detach(), strength * weights[n]) for n, p in parameters.items()}
+        here = {n: p.detach().clone() for n, p in parameters.items()}
+        thawed = self._stored(self._placed(Diagonal(importance)))
+        self.bowl.form = Diagonal({**self.bowl.form.diagonal(), **thawed.diagonal()})
+        self.bowl.anchor |= self._placed(Diagonal(here)).diagonal()

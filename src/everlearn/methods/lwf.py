@@ -10,9 +10,11 @@ from torch import Tensor, nn
 
 from everlearn.batch import Batch
 from everlearn.curvature.divergence import output_kl
+from everlearn.data import inputs_alone
 from everlearn.fields import NonNegative, Range, Search
+from everlearn.forward import ask
 from everlearn.heads import output_layer
-from everlearn.likelihood import Categorical, Likelihood
+from everlearn.likelihood import Bernoulli, Categorical, Likelihood
 from everlearn.method import Method
 from everlearn.params import unwrap
 from everlearn.teacher import answer, check_known, questions, remember, softened_kl, with_task
@@ -23,13 +25,14 @@ from everlearn.traits import Traits
 class LwF(Method):
     """Learning without forgetting (Li & Hoiem, TPAMI 2017).
 
-        L = L_task + strength · Σ over old tasks k of KL( softmax(tₖ/T) ‖ softmax(zₖ/T) ), a mean over the new examples
+        L = L_task + strength · Σ over old tasks k of KL( softmax(tₖ/T) ‖ softmax(zₖ/T) ), a mean over the new labels
 
     z are the outputs of the model and t those of the model as it was before this task, for the *new* inputs; the index k
     selects the outputs that task k may be answered with. Old outputs and all weights keep learning. The paper writes a
     cross-entropy, whose gradient is the same and which is not zero where the two models agree. There is no factor T², as in
-    the authors' code. Outputs that are not classes are compared by the same divergence: squared error for Gaussian,
-    a term per output for Bernoulli.
+    the authors' code. The mean is that of L_task: over examples, or over tokens where every token has a label, without those
+    whose label is ignored (-100). Outputs that are not classes are compared by the same divergence: a term per output for
+    Bernoulli, with T, and half the squared error over the variance for Gaussian, where a temperature has no meaning and T no part.
 
     Args:
         strength: λ_o; 0 is fine-tuning. The weights of van de Ven & Tolias (2019), 1/t and (1 - 1/t) T², are T² here, up to
@@ -100,8 +103,11 @@ class LwF(Method):
             return 0.0
         if batch is None:
             raise ValueError("LwF compares answers: give the inputs, penalty(model, batch) or penalty(model, x, out).")
-        x, likelihood = (batch.x, batch.likelihood) if isinstance(batch, Batch) else (batch, self._likelihood)
-        out = model(x) if out is None else out
+        if isinstance(batch, Batch):
+            x, likelihood = batch.x, batch.likelihood
+        else:
+            x, likelihood = inputs_alone(batch), self._likelihood
+        out = ask(model, x) if out is None else out
         if self.warmup and not self.begun:
             raise ValueError(
                 "LwF.warmup needs to know where a task begins: call begin_task(model, task) before its first step."
@@ -119,16 +125,31 @@ class LwF(Method):
         if self._asked is None:
             now = (out, batch.allowed if isinstance(batch, Batch) else None) if self.refuse_new else None
             self._asked = questions(teacher, self.current, target, now)
+            self._check_finite(likelihood, target)
+        counted = likelihood.counted(batch.y) if isinstance(batch, Batch) else None
         total = out.new_zeros(())
         for old, new, times, _ in self._asked:
-            total = total + times * self._apart(likelihood, target[..., old], out[..., old], out[..., new]) / len(out)
-        return self.strength * total
+            apart = self._apart(likelihood, target[..., old], out[..., old], out[..., new])
+            total = total + times * (apart if counted is None else apart * counted).sum()
+        labels = likelihood.label_count(out) if counted is None else counted.sum().clamp(min=1)
+        return self._noted(self.strength * (total / labels))
 
     def _apart(self, likelihood: Likelihood, t: Tensor, z: Tensor, new: Tensor) -> Tensor:
-        """The sum over examples of KL(teacher ‖ student); ``new`` are outputs that the teacher gives no probability."""
+        """The terms whose sum is KL(teacher ‖ student); ``new`` are outputs that the teacher gives no probability."""
         if isinstance(likelihood, Categorical):
-            return softened_kl(t, z, new, self.temperature)
-        return output_kl(likelihood, t / self.temperature, z / self.temperature).sum()
+            return softened_kl(t, z, new, self.temperature)[..., None]
+        if isinstance(likelihood, Bernoulli):
+            return output_kl(likelihood, t / self.temperature, z / self.temperature)
+        return output_kl(likelihood, t, z)
+
+    def _check_finite(self, likelihood: Likelihood, target: Tensor) -> None:
+        """Refuse a teacher that rules out every answer to an old task: nothing can be distilled from it."""
+        for old, _, _, k in self._asked or ():
+            if isinstance(likelihood, Categorical) and target[..., old].isneginf().all(-1).any():
+                raise ValueError(
+                    f"LwF's teacher gives minus infinity for every output of task {k} on some of these inputs, so there is nothing "
+                    "to distill: return the outputs as they are, and say which count by a task's table of allowed classes."
+                )
 
     def before_step(self, model: nn.Module) -> None:
         """During the warm-up only new outputs have a gradient."""

@@ -56,4 +56,5 @@ class MAS(QuadraticPenalty):
 
     def consolidate(self, model: nn.Module, importance: Form | Params) -> None:
         """Hold the parameters where they are now, with any importance, a tensor per parameter name, as Ω."""
+        self.applied_strength = float(self.strength)
         self._hold(model, importance, 2 * self.strength, self.decay)  # the quadratic has a ½, the penalty has not

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import _WeightNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from everlearn.fields import Range, Search
 from everlearn.isolation import Isolation, call, filled, kept, remembered_state
@@ -62,13 +65,12 @@ class PackNet(Isolation):
         self.pruned: bool = False
         self.steps = 0
         self._due: int | None = None
-        self._locks = Locks()
+        self._told: set[str] = set()  # layers of which it was said that they stay locked
 
     def begin_task(self, model: nn.Module, task: Any) -> None:
         """Hand all free weights to the task and lock those of the others."""
-        for name, p in self._weights(model).items():
-            owner = self.owner.get(name)
-            self.owner[name] = torch.zeros_like(p, dtype=torch.uint8) if owner is None else owner.to(p.device)
+        self.check_between_tasks(model, task)
+        self._take_stock(model, task)
         if self.is_new(task):
             self._check_room(task)
         if self.enter(task):
@@ -78,6 +80,18 @@ class PackNet(Isolation):
         planned = getattr(task, "steps", None)
         self._due = None if planned is None else max(1, round(planned * (1 - self.retrain)))
         self._lock(model)
+
+    def protected(self, model: nn.Module, count: int) -> Params:
+        """The weights of these tasks, and what all tasks have in common."""
+        own = self._kept(model)
+        masks = {}
+        for name, p in named_with_frozen(model).items():
+            if name in self.owner:
+                owner = self.owner[name].to(p.device)
+                masks[name] = (owner > 0) & (owner <= count)
+            elif name not in own:
+                masks[name] = torch.ones_like(p, dtype=torch.bool)
+        return masks
 
     def before_step(self, model: nn.Module) -> None:
         """No gradient for what is locked."""
@@ -96,7 +110,7 @@ class PackNet(Isolation):
             self.prune_now(model)
         self._locks.check(model, "PackNet")
         check_finite(dict(unwrap(model).named_parameters()))
-        self.leave(remembered_state(model, self._kept(model)))
+        self.leave(model, remembered_state(model, self._kept(model)))
 
     @torch.no_grad()
     def prune_now(self, model: nn.Module) -> None:
@@ -105,11 +119,14 @@ class PackNet(Isolation):
             raise ValueError(f"There is nothing to prune: {'it is done' if self.open else 'no task is being learned'}.")
         self._locks.check(model, "PackNet")
         k, share = len(self.tasks), self.first if len(self.tasks) == 1 else self.prune
+        directions = _directions(model)
         for name, p in self._weights(model).items():
             owner = self.owner[name]
             size = p.abs()[owner == k]
             if (count := min(round(share * size.numel()), size.numel() - 1)) > 0:  # or small layers would never fill up
                 given_up = (owner == k) & (p.abs() <= size.kthvalue(count).values)
+                if name in directions:
+                    given_up &= ~_last_of_each_slice(p, given_up | (owner == 0), directions[name])
                 p[given_up] = 0
                 owner[given_up] = 0
         self.pruned = True
@@ -140,12 +157,31 @@ class PackNet(Isolation):
 
     def _weights(self, model: nn.Module) -> Params:
         """The parameters that tasks share out among themselves."""
+        return {n: p for n, p in named_with_frozen(model).items() if n in self.owner}
+
+    def _take_stock(self, model: nn.Module, task: Any) -> None:
+        """Note the weights to be shared out; what was frozen in an earlier task took part in it, and stays as it is."""
+        ended = len(self.tasks) - (not self.is_new(task))
+        earlier = self.checksums[ended - 1] if ended else {}
         own = kept(model, self.output, rest=True)
-        parameters = named_with_frozen(model).items()
-        every = {n: p for n, p in parameters if n in self.owner or (n not in own and p.requires_grad)}
-        if not every:
+        thawed = []
+        for name, p in named_with_frozen(model).items():
+            if name in self.owner:
+                self.owner[name] = self.owner[name].to(p.device)
+            elif name not in own and p.requires_grad and name in earlier:
+                thawed.append(name)
+            elif name not in own and p.requires_grad:
+                self.owner[name] = torch.zeros_like(p, dtype=torch.uint8)
+        if not self.owner:
             raise ValueError("PackNet finds no weights to share out besides the output layer: use a deeper model.")
-        return every
+        if new := [name for name in thawed if name not in self._told]:
+            self._told.update(new)
+            warnings.warn(
+                f"PackNet keeps {', '.join(new[:4])}{', …' * (len(new) > 4)} locked: frozen while earlier tasks were learned, they are "
+                "part of those. Weights are shared out that are trainable when the first task begins.",
+                UserWarning,
+                stacklevel=3,
+            )
 
     def _kept(self, model: nn.Module) -> Params:
         return kept(model, self.output, self.rest == "own")
@@ -178,3 +214,33 @@ class PackNet(Isolation):
                 f"PackNet has no free weights left for {task}: all are owned by the {before} tasks before it. Use a wider "
                 f"network, or give up a larger share (prune={self.prune:g}, first={self.first:g})."
             )
+
+
+def _directions(model: nn.Module) -> dict[str, int]:
+    """The weights that ``weight_norm`` divides by their norm, by name, each with the dimension of which every slice has its own.
+
+    A slice of zeros would have no direction, and all that is computed from it would be NaN.
+    """
+    found = {}
+    for place, module in unwrap(model).named_modules():
+        if isinstance(module, _WeightNorm):
+            parent, _, _ = place.rpartition(".")
+            found[f"{parent}.original1"] = module.dim
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, WeightNorm):
+                found[f"{place}.{hook.name}_v".lstrip(".")] = hook.dim
+    return found
+
+
+def _last_of_each_slice(weight: Tensor, zero: Tensor, dim: int) -> Tensor:
+    """Of every slice along a dimension that would be zero all over, its largest entry; -1 stands for the tensor as a whole."""
+    whole = dim == -1
+    size = weight.detach().abs()
+    slices = size.reshape(1, -1) if whole else size.movedim(dim, 0).flatten(1)
+    gone = zero.reshape(1, -1) if whole else zero.movedim(dim, 0).flatten(1)
+    largest = torch.zeros_like(gone).scatter_(1, slices.argmax(1, keepdim=True), True)
+    last = largest & gone.all(1, keepdim=True)
+    if whole:
+        return last.reshape(weight.shape)
+    shape = size.movedim(dim, 0).shape
+    return last.reshape(shape).movedim(0, dim)

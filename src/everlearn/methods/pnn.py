@@ -85,7 +85,7 @@ class PNN(Isolation):
         """Keep the column and its laterals as they are."""
         inner, learned = unwrap(model), self.parameters()
         check_finite({**dict(inner.named_parameters()), **{str(i): p for i, p in enumerate(learned)}})
-        self.leave(_clones(_tensors(inner)))
+        self.leave(model, _clones(_tensors(inner)))
         k = len(self.own) - 1
         self.sizes[k:] = [sum(p.numel() for p in inner.parameters())]
         self._keep_links()
@@ -116,9 +116,12 @@ class PNN(Isolation):
             count[f"laterals {task}"] = sum(v.numel() for link in links.values() for v in link.values())
         return count
 
-    def facts(self) -> dict[str, float]:
-        """Parameters of all columns and laterals together."""
-        return {"all parameters": sum(self.growth().values())} if self.sizes else {}
+    def extra_parameters(self, model: nn.Module) -> int:
+        """The columns of earlier tasks, and the laterals into all columns."""
+        kept = self.links if self._live is None else self.links[: len(self.tasks) - 1]
+        return super().extra_parameters(model) + sum(
+            v.numel() for links in kept for t in links.values() for v in t.values()
+        )
 
     def export(self, model: nn.Module, task: int) -> nn.Module:
         """A module of its own that answers as the task with this number: the columns up to it and their laterals."""

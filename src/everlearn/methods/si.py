@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from everlearn.batch import Batch
 from everlearn.curvature.diagonal import Diagonal, grown_sum, on
+from everlearn.curvature.quadratic import nonzero
 from everlearn.fields import NonNegative, Range, Search
-from everlearn.params import Params, check_finite, corner, grown, matching, named, named_with_frozen, wide
+from everlearn.params import Params, check_finite, check_growth, corner, grown, matching, named, named_with_frozen, wide
 from everlearn.penalty import HELD, QuadraticPenalty
 from everlearn.traits import Traits
 
@@ -98,7 +99,7 @@ class SI(QuadraticPenalty):
             if p.grad is not None and p.grad.is_sparse:
                 p.grad = p.grad.to_dense()
         self._locate(trust=self._hurries and self._arrived)
-        held = [n for n in self._live if n in self.omega.values]
+        held = self._pulled([n for n in self._live if n in self.omega.values])
         self._task = {n: p.grad for n, p in self._live.items() if p.grad is not None}
         self._task |= {n: g.clone() for n, g in self._task.items() if n not in held}  # clipping works in place
         if held:
@@ -138,6 +139,15 @@ class SI(QuadraticPenalty):
             self._arrive(model)
         self._away, self._versions = {}, []
 
+    def _pulled(self, held: list[str]) -> list[str]:
+        """Those of the held parameters that get a gradient: not what the task loss does not touch and has not left its place."""
+        untouched = [n for n in held if self._live[n].grad is None]
+        if not untouched:
+            return held
+        away = {n: self._away[n] for n in untouched}
+        still = set(untouched) - nonzero({n: on(self.omega.values[n], d) * d for n, d in away.items()})
+        return [n for n in held if n not in still]
+
     def _locate(self, trust: bool = False) -> bool:
         """Find θ - θ* and tell whether θ is a new version, which writing to p.data and fused optimizers do not make.
 
@@ -163,8 +173,10 @@ class SI(QuadraticPenalty):
     def _set_out(self, model: nn.Module) -> None:
         """Paths for parameters, and rows of parameters, that have none yet."""
         wanted = matching(named_with_frozen(model), self.only)
-        self._known, self._versions = {n: p.shape for n, p in named(model).items()}, []
-        for name, parameter in named(model).items():
+        parameters = named(model)
+        self._notice_thawed(parameters)
+        self._known, self._versions = {n: p.shape for n, p in parameters.items()}, []
+        for name, parameter in parameters.items():
             if name not in wanted:
                 continue
             p = parameter.detach()
@@ -172,6 +184,7 @@ class SI(QuadraticPenalty):
                 continue
             start, held = p.clone(), self.bowl.anchor.get(name)
             if held is not None:  # the rows it had stay held
+                check_growth(name, p.shape, held.shape)
                 corner(start, held.shape).copy_(held)
             if name in self.omega.values:
                 self.omega.values[name] = grown(self.omega.values[name], p.shape)
@@ -182,8 +195,8 @@ class SI(QuadraticPenalty):
     @torch.no_grad()
     def _arrive(self, model: nn.Module) -> None:
         """Ω, and a new path from here."""
-        parameters = named(model)
-        weights = matching(named_with_frozen(model), self.only)
+        parameters, known = named(model), named_with_frozen(model)
+        weights = matching(known, self.only)
         here = {n: p.detach().clone() for n, p in parameters.items() if n in self.path}
         check_finite(here)
         importance: Params = {}
@@ -194,7 +207,9 @@ class SI(QuadraticPenalty):
             importance[name] = (new if before is None else grown_sum(on(before, new).to(new.dtype), new)).relu()
             self.path[name].zero_()
         form = Diagonal({**self.omega.values, **importance})  # what is frozen just now keeps its importance
+        self.applied_strength = float(self.strength)
         self.bowl.move(self._stored(self._placed(form)), self._placed(Diagonal(here)).diagonal())
+        self._note_frozen(known, weights)
         self._versions = []  # seen from a new θ*
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

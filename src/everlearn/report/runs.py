@@ -15,6 +15,7 @@ from everlearn.results import Result
 
 METRICS = {  # attribute of a result -> what people call it
     "average_accuracy": "average",
+    "overall_accuracy": "overall",
     "forgetting": "forgetting",
     "learning_accuracy": "learning",
     "average_incremental_accuracy": "incremental",
@@ -51,7 +52,7 @@ def _run(result: Result, stream: str, scenario: str, method: str) -> Run:
         "peak bytes": cost.get("peak_memory"),
         "tasks": [t + 1 for t in shown],
         "matrix": [[_number(v) for v in row] for row in result.accuracy[np.ix_(rows, shown)].tolist()],
-        "facts": [facts for t, facts in enumerate(cost.get("facts") or []) if t in rows],
+        "facts": [facts for t, facts in enumerate(result.facts) if t in rows],
         "config": result.config,
         "made": result.made,
     }
@@ -103,19 +104,32 @@ def as_markdown(results: Iterable[Result]) -> str:
     every = runs(results)
     for place in dict.fromkeys((r["stream"], r["scenario"]) for r in every):
         here = [r for r in every if (r["stream"], r["scenario"]) == place]
-        titles = ["method", "seeds", "average", "forgetting", "learning", "seconds", "state KB"]
+        titles = [
+            "method",
+            "seeds",
+            "average",
+            "overall",
+            "forgetting",
+            "learning",
+            "seconds",
+            "parameters",
+            "state KB",
+        ]
         rows = [titles, ["---"] * len(titles)]
         for method in dict.fromkeys(r["method"] for r in here):
             mine = [r for r in here if r["method"] == method]
             scale = 100 if mine[0]["score"] == "accuracy" else 1
-            numbers = [spread([scale * r[m] for r in mine if r[m] is not None]) for m in titles[2:5]]
+            numbers = [spread([scale * r[m] for r in mine if r[m] is not None]) for m in titles[2:6]]
             costs = [
                 f"{np.mean([r['seconds'] for r in mine]):.1f}",
+                f"{np.mean(sizes):,.0f}" if (sizes := [r["parameters"] for r in mine if r["parameters"]]) else "–",
                 f"{np.mean([(r['state bytes'] or 0) / 1024 for r in mine]):.0f}",
             ]
             rows.append([method.replace("|", "\\|"), str(len(mine)), *numbers, *costs])
         parts.append(
-            f"## {place[0]}, {place[1]}-incremental\n\n" + "\n".join("| " + " | ".join(r) + " |" for r in rows)
+            f"## {place[0]}, {place[1]}-incremental\n\n"
+            + "\n".join("| " + " | ".join(r) + " |" for r in rows)
+            + "\n\nAverage: mean over tasks. Overall: over all test examples."
         )
     return "\n\n".join(parts) + "\n"
 

@@ -17,7 +17,8 @@ Group = dict[str, list[Result]]  # a method's results, one per seed
 def table(results: Iterable[Result]) -> str:
     """For each stream and scenario a table of methods and metrics, mean ± standard deviation over seeds."""
     return "\n\n".join(
-        f"{stream}, {scenario}-incremental ({_unit(group)}, mean ± std over seeds)\n" + _metrics(group)
+        f"{stream}, {scenario}-incremental ({_unit(group)}, mean ± std over seeds; average: over tasks, overall: over all test "
+        "examples)\n" + _metrics(group)
         for (stream, scenario), group in _groups(results).items()
     )
 
@@ -94,10 +95,15 @@ def _variants(results: Sequence[Result]) -> list[list[str]]:
 
 
 def _facts(result: Result) -> dict[str, Any]:
-    """What all seeds of one setting have in common."""
+    """What all seeds of one setting have in common, joint training on the same stream included."""
     training = dict(result.config.get("training", {}))
     groups = training.pop("groups", [{}])
-    stream = {k: v for k, v in result.config.get("stream", {}).items() if k not in ("seed", "class_order", "joint")}
+    stream = dict(result.config.get("stream", {}))
+    joint = stream.pop("joint", False)
+    merged = stream.pop("merged", stream.get("tasks", 1) if joint else 1)
+    if steps := training.get("iterations"):  # joint training's are those of all its tasks
+        training["iterations"] = steps / merged if steps % merged else steps // merged
+    stream = {k: v for k, v in stream.items() if k not in ("seed", "class_order")}
     text = str(result.config.get("model"))
     model = f"{text.split('(')[0]}-{hashlib.blake2b(text.encode(), digest_size=2).hexdigest()}"
     return {**training, **(groups[0] if len(groups) == 1 else {"groups": groups}), **stream, "model": model}
@@ -107,7 +113,18 @@ def _metrics(group: Group) -> str:
     """Tables narrow enough for a terminal: what was reached, what it cost, and how that grew where it did."""
     joint = {_setting(r): r for rs in group.values() for r in rs if r.config["method"] == "joint"}
     reached = [
-        ["method", "seeds", "average", "forgetting", "learning", "incremental", "backward", "forward", "intransigence"]
+        [
+            "method",
+            "seeds",
+            "average",
+            "overall",
+            "forgetting",
+            "learning",
+            "incremental",
+            "backward",
+            "forward",
+            "intransigence",
+        ]
     ]
     told = list(dict.fromkeys(name for rs in group.values() for r in rs for name in _told(r)))
     spent = [["method", "train s", "consolidate s", "evaluate s", "peak MB", "parameters", "state KB", *told]]
@@ -116,7 +133,7 @@ def _metrics(group: Group) -> str:
         reached.append([
             method, str(len({r.config.get("seed") for r in rs})),
             *(_spread([getattr(r, metric) for r in rs], name) for metric in (
-                "average_accuracy", "forgetting", "learning_accuracy", "average_incremental_accuracy",
+                "average_accuracy", "overall_accuracy", "forgetting", "learning_accuracy", "average_incremental_accuracy",
                 "backward_transfer", "forward_transfer")),
             _spread(against, name),
         ])  # fmt: skip
@@ -139,7 +156,7 @@ def _told(result: Result) -> dict[str, float]:
 
 def _course(group: Group, most: int = 10) -> list[list[str]]:
     """What methods told of themselves task by task, where it changed; of many tasks some, the last among them."""
-    told = {m: [facts for r in rs if (facts := r.cost.get("facts"))] for m, rs in group.items()}
+    told = {m: [facts for r in rs if (facts := r.facts)] for m, rs in group.items()}
     tasks = max((len(facts) for runs in told.values() for facts in runs), default=0)
     shown = [t for t in range(tasks) if (tasks - 1 - t) % -(-tasks // most) == 0]
     rows = [["growth", *(f"task {t + 1}" for t in shown)]]

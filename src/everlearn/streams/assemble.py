@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,8 +36,12 @@ def assemble(
     settings: dict[str, Any],
     manner: Manner,
     likelihood: Likelihood | None = None,
+    renamed: Sequence[Mapping[int, int]] | None = None,
 ) -> Stream:
-    """Tasks from pairs of sources (training, test) and the classes of each, in one scenario."""
+    """Tasks from pairs of sources (training, test) and the classes of each, in one scenario.
+
+    ``renamed`` has for each task the output of every label in the data, where the sources have renumbered them.
+    """
     if scenario not in SCENARIOS:
         raise ValueError(f"Unknown scenario {scenario!r}: it is one of {', '.join(SCENARIOS)}.")
     tasks = []
@@ -46,6 +50,7 @@ def assemble(
         task = Task(learned, test, held, id=t, likelihood=likelihood or Categorical())
         task.allowed, task.identity = allowed_classes(scenario, classes or [], t), scenario == "task"
         task.transform, task.eval_transform = manner.transform, manner.eval_transform
+        task.labels = {} if renamed is None else {output: label for label, output in renamed[t].items()}
         tasks.append(task)
     settings = {**settings, "seed": manner.seed, "valid": manner.valid}
     readable = not isinstance(tasks[0].train, Batches) or isinstance(tasks[0].train.iterable, (DataLoader, Sequence))

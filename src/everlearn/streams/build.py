@@ -67,14 +67,15 @@ def split(
     groups = [order[i[0] : i[-1] + 1] for i in torch.arange(len(order)).tensor_split(tasks)]
     if scenario == "domain" and len({len(g) for g in groups}) > 1:
         raise ValueError(f"Domain-incremental tasks need equally many classes: {len(order)} do not divide by {tasks}.")
+    renamed = [{c: i for i, c in enumerate(group)} for group in groups] if scenario == "domain" else None
     pairs = []
-    for group in groups:
-        rename = {c: i for i, c in enumerate(group)} if scenario == "domain" else None
+    for t, group in enumerate(groups):
+        rename = None if renamed is None else renamed[t]
         index = [torch.isin(y, torch.tensor(group, device=y.device)).nonzero().flatten() for y in labels]
         pairs.append(tuple(part(s, i, rename) for s, i in zip(sources, index, strict=True)))
     named = [list(range(len(g))) for g in groups] if scenario == "domain" else groups
     manner = Manner(seed, valid, transform, eval_transform)
-    return assemble(pairs, named, scenario, name, {"class_order": order}, manner)
+    return assemble(pairs, named, scenario, name, {"class_order": order}, manner, renamed=renamed)
 
 
 def permuted(
@@ -140,11 +141,12 @@ def _views(
     old = sorted(set(labels_of(sources[0]).tolist()))
     width = max(old) + 1
     pairs, named = [], []
+    renamed = None if scenario == "domain" else [{c: c + width * t for c in old} for t in range(len(views))]
     for t, view in enumerate(views):
-        rename = None if scenario == "domain" else {c: c + width * t for c in old}
+        rename = None if renamed is None else renamed[t]
         pairs.append(tuple(part(source, None, rename, view) for source in sources))
         named.append(list(rename.values()) if rename else old)
-    return assemble(pairs, named, scenario, name, settings, manner)
+    return assemble(pairs, named, scenario, name, settings, manner, renamed=renamed)
 
 
 def _order(classes: list[int], given: Sequence[int] | None, seed: int) -> list[int]:

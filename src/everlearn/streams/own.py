@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from everlearn.batch import Transform
 from everlearn.data import Arrays, Batches, as_source
 from everlearn.likelihood import Categorical, Likelihood
 from everlearn.stream import Scenario, Stream
 from everlearn.streams.assemble import Manner, assemble
-from everlearn.streams.parts import labels_of
+from everlearn.streams.parts import labels_of, part
+
+Labels = Literal["own", "shared"]
 
 
 def from_tasks(
@@ -20,6 +22,7 @@ def from_tasks(
     scenario: Scenario = "task",
     names: Sequence[str] | None = None,
     classes: Sequence[Sequence[int]] | None = None,
+    labels: Labels | None = None,
     outputs: int | None = None,
     likelihood: Likelihood | None = None,
     seed: int = 0,
@@ -35,7 +38,11 @@ def from_tasks(
         tasks: in order; data are pairs (x, y), Datasets, DataLoaders or iterables of batches.
         scenario: "task", "domain" or "class".
         names: of the tasks, for people.
-        classes: of each task; found by itself in arrays and Datasets, asked for otherwise.
+        classes: of each task, as its data number them; found by itself in arrays and Datasets, asked for otherwise.
+        labels: what a label means that two tasks have. "own": other classes, so that each task gets outputs of its own; where
+            labels meet they are renumbered from task to task, and ``task.original_labels`` reads predictions back. "shared":
+            the same class, seen again. By default "own" in a task-incremental stream and "shared" in a domain-incremental
+            one, which is what the two mean; a class-incremental stream whose tasks have common labels asks you to say which.
         outputs: how many a model needs; found by itself where labels can be looked at.
         likelihood: what outputs mean; classes by default.
         seed: of the validation share.
@@ -67,12 +74,63 @@ def from_tasks(
         classes = [_classes(pair[0], i) for i, pair in enumerate(pairs)]
     if classes is None and scenario != "domain":
         raise ValueError(f"A {scenario}-incremental stream is about classes: use scenario='domain' with {meaning}.")
-    needed = outputs or (max(max(c) for c in classes) + 1 if classes else _outputs(pairs[0][0], meaning))
+    renamed = _renamed(classes, scenario, labels, names)
+    settings: dict[str, Any] = {} if labels is None else {"labels": labels}
+    if renamed is not None:
+        settings = {"labels": "own", "classes": [list(rename) for rename in renamed]}
+        classes = [list(rename.values()) for rename in renamed]
+        pairs = [
+            tuple(None if source is None else part(source, rename=rename) for source in pair)
+            for pair, rename in zip(pairs, renamed, strict=True)
+        ]
+    needed = max(max(c) for c in classes) + 1 if classes else 0
+    if outputs is not None and outputs < needed:
+        raise ValueError(
+            f"The tasks' classes need {needed} outputs, not {outputs}: leave outputs out, or give {needed} or more."
+        )
+    needed = outputs or needed or _outputs(pairs[0][0], meaning)
     manner = Manner(seed, valid, transform, eval_transform)
-    stream = assemble(pairs, classes, scenario, name, {}, manner, meaning)
+    stream = assemble(pairs, classes, scenario, name, settings, manner, meaning, renamed)
     for task, own in zip(stream, names or [], strict=False):
         task.name = own
     return replace(stream, outputs=needed)
+
+
+def _renamed(
+    classes: Sequence[Sequence[int]] | None, scenario: Scenario, labels: Labels | None, names: Sequence[str] | None
+) -> list[dict[int, int]] | None:
+    """For each task the output of every label, where tasks have labels in common that mean different classes."""
+    if labels not in ("own", "shared", None):
+        raise ValueError(f"labels: got {labels!r}, allowed: 'own', 'shared', or None for what the scenario means.")
+    if scenario == "domain":
+        if labels == "own":
+            raise ValueError(
+                "Domain-incremental tasks share their labels: use scenario='task' or 'class' with labels='own'."
+            )
+        return None
+    owners: dict[int, int] = {}
+    common: list[int] = []
+    meeting: tuple[int, int] | None = None
+    for t, own in enumerate(classes or []):
+        again = [c for c in own if owners.setdefault(int(c), t) != t]
+        if again and meeting is None:
+            meeting = owners[int(again[0])], t
+            common = [int(c) for c in again]
+    if meeting is None or labels == "shared":
+        return None
+    if labels is None and scenario == "class":
+        first, second = (names[t] if names else f"task {t}" for t in meeting)
+        some = ", ".join(map(str, common[:5])) + ", …" * (len(common) > 5)
+        raise ValueError(
+            f"{first} and {second} have labels in common ({some}). In class-incremental learning say what that means: "
+            "labels='shared' if it is the same class seen again, labels='own' if each task numbers classes of its own."
+        )
+    renamed: list[dict[int, int]] = []
+    column = 0
+    for own in classes or []:
+        renamed.append({int(c): column + i for i, c in enumerate(dict.fromkeys(own))})
+        column += len(renamed[-1])
+    return renamed
 
 
 def _classes(source: Any, t: int) -> list[int]:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
-from everlearn.data import Arrays, Items, Source
+from everlearn.data import Arrays, Batches, Items, Source, renumber
 from everlearn.seeds import seeded
 
 View = Callable[[Tensor], Tensor]
@@ -83,11 +83,13 @@ def part(
     """Some examples of a source (None: all), their labels renamed, their inputs seen through a view."""
     if isinstance(source, Arrays):
         some = source if index is None else source.subset(index)
-        y = some.y if rename is None or some.y is None else _renamed(some.y, rename)
+        y = some.y if rename is None or some.y is None else renumber(some.y, rename)
         return replace(some, y=y, view=view if view is not None else some.view)
     if isinstance(source, Items):
         some_items: Dataset[Any] = source.dataset if index is None else Subset(source.dataset, index.tolist())
         return Items(some_items if rename is None and view is None else _Seen(some_items, rename, view), source.workers)
+    if isinstance(source, Batches) and index is None and view is None:
+        return replace(source, rename=rename)
     raise TypeError("A stream is made from arrays or a Dataset; for DataLoaders and iterables use streams.from_tasks.")
 
 
@@ -137,15 +139,13 @@ class _Seen(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         x, y = self.dataset[index]
         x = x if self.view is None else self.view(torch.as_tensor(x)[None])[0]
-        return x, int(y) if self.rename is None else self.rename[int(y)]
+        label = int(y)
+        if self.rename is None:
+            return x, label
+        if label not in self.rename:
+            renumber(torch.tensor(label), self.rename)  # says what is wrong; a dict is faster, item by item
+        return x, self.rename[label]
 
 
 def _all(dataset: Any) -> Any:
     return (dataset[i] for i in range(len(dataset)))
-
-
-def _renamed(y: Tensor, rename: Mapping[int, int]) -> Tensor:
-    y = y.long()
-    table = torch.full((int(max(rename)) + 1,), -1, device=y.device)
-    table[list(rename)] = torch.tensor(list(rename.values()), device=y.device)
-    return table[y]

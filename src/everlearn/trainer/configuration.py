@@ -63,7 +63,12 @@ def configuration(
         for group in made.param_groups
     ]
     return {
-        "stream": {"name": stream.name, **stream.settings, "tasks": len(stream.exams)},
+        "stream": {
+            "name": stream.name,
+            **stream.settings,
+            **({"merged": stream.merged} if stream.merged > 1 else {}),
+            "tasks": len(stream.exams),
+        },
         "scenario": stream.scenario,
         "score": stream.exams[0].likelihood.score_name,
         "method": "joint" if joint and type(method) is Method else label(method) + (" on joint" if joint else ""),
@@ -102,8 +107,8 @@ def data_of(stream: Stream) -> str | None:
 
 
 def _content(task: Task) -> dict[str, Any]:
-    """What a task is made of; the planned steps are the trainer's."""
-    return {f.name: getattr(task, f.name) for f in fields(task) if f.name != "steps"}
+    """What a task is made of; the planned steps are the trainer's, and the data are renumbered already."""
+    return {f.name: getattr(task, f.name) for f in fields(task) if f.name not in ("steps", "labels")}
 
 
 def _name(thing: Any) -> str | None:

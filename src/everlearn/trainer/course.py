@@ -12,12 +12,12 @@ from torch.optim import Optimizer
 
 from everlearn import distributed
 from everlearn.cost import Clock, peak_memory, reset_peak_memory, state_bytes
-from everlearn.method import Method
+from everlearn.method import Method, count_parameters
 from everlearn.results import Result
 from everlearn.seeds import pack, restore, states, unpack
 from everlearn.stream import Split, Stream, Task
 from everlearn.trainer.checkpoints import Checkpoints, State
-from everlearn.trainer.evaluation import evaluate
+from everlearn.trainer.evaluation import evaluate_and_count
 from everlearn.trainer.lesson import Lesson
 from everlearn.trainer.tracking import Journal
 from everlearn.trainer.training import OptimizerFactory, Training, device_of
@@ -59,6 +59,7 @@ class Course:
         self.optimizer, self.keep_optimizer, self.split, self.journal = optimizer, keep_optimizer, split, journal
         self.at = 0  # the task that is trained next, or is trained and not closed
         self.rows: list[list[float]] = []
+        self.examples: list[int] = []  # tested on, of each task
         self._clock, self._device = Clock(), device_of(model)
         self._before = reset_peak_memory(self._device)
         self._current: OptimizerFactory | Optimizer = optimizer
@@ -104,7 +105,7 @@ class Course:
             return
         self.rows.append(self._test(task))
         self.journal.learned(self.rows[-1], self.learned)
-        self._each["parameters"].append(sum(p.numel() for p in self.model.parameters()))
+        self._each["parameters"].append(count_parameters(self.model, self.method))
         self._each["state_bytes"].append(state_bytes(self.method.state_dict()))
         self._each["facts"].append(self.method.facts())
         if self._checkpoints is not None and after:
@@ -121,6 +122,7 @@ class Course:
             "rows": self.rows,
             "each": self._each,
             "initial": self.initial,
+            "examples": self.examples,
             "seconds": dict(clock.seconds),
             "told": self.journal.step,
             "model": model_state(self.model),
@@ -142,6 +144,7 @@ class Course:
             self._within, self._current = within, self.optimizer
         last = within or start or {}
         self.at, self.rows, self._each, self.initial = last["at"], last["rows"], last["each"], last["initial"]
+        self.examples = last["examples"]
         self.gone_on_from = f"task {self.at + 1}" + (f", step {within['step'] + 1}" if within is not None else "")
         self.journal.step = last["told"]
         self._clock.add(last["seconds"])
@@ -176,11 +179,15 @@ class Course:
         """What was measured, with the facts that made it."""
         peak = max(0, peak_memory(self._device) - self._before)
         cost = {"seconds": dict(self._clock.seconds), "peak_memory": peak, **self._each}
-        return Result(np.array(self.rows), config, self.initial, cost, made)
+        return Result(np.array(self.rows), config, self.initial, cost, made, self.examples)
 
     def _test(self, task: Task) -> list[float]:
         with self._clock("evaluate"):
-            return evaluate(self.model, self.method, self.stream.exams, allowed=task.allowed, split=self.split)
+            counted = evaluate_and_count(
+                self.model, self.method, self.stream.exams, allowed=task.allowed, split=self.split
+            )
+        self.examples = [count for _, count in counted]
+        return [score for score, _ in counted]
 
 
 def _shapes(model: nn.Module) -> list[tuple[str, torch.Size]]:

@@ -13,13 +13,13 @@ from everlearn import distributed
 from everlearn.batch import Batch
 from everlearn.checks import check_first_batch, check_outputs, explain_error
 from everlearn.data import Arrays, as_source
+from everlearn.forward import ask, check_next_tokens
 from everlearn.method import Method
 from everlearn.params import evaluating
 from everlearn.stream import Split, Task
 from everlearn.trainer.training import device_of
 
 
-@torch.no_grad()
 def evaluate(
     model: nn.Module,
     method: Method,
@@ -39,6 +39,21 @@ def evaluate(
         split: which of the task's data.
         batch_size: examples per forward pass.
     """
+    counted = evaluate_and_count(model, method, tasks, allowed=allowed, split=split, batch_size=batch_size)
+    return [score for score, _ in counted]
+
+
+@torch.no_grad()
+def evaluate_and_count(
+    model: nn.Module,
+    method: Method,
+    tasks: Any,
+    *,
+    allowed: Tensor | None = None,
+    split: Split = "test",
+    batch_size: int = 1024,
+) -> list[tuple[float, int]]:
+    """Mean score on each task as ``evaluate`` gives it, and the number of examples that it is a mean of."""
     exams = _exams(tasks)
     if allowed is None and (tables := [t.allowed for t in exams if t.allowed is not None]):
         allowed = reduce(torch.logical_or, tables)
@@ -57,30 +72,34 @@ def outputs_of(model: nn.Module, x: Any, name: str = "") -> int:
     batch, task = Batch(x)[:1].to(device_of(model)), Task(name=name)
     try:
         with torch.no_grad(), evaluating(model):
-            out = model(batch.x)
+            out = ask(model, batch.x)
     except RuntimeError as error:
         raise explain_error(error, task, batch, first=True) from error
-    if not isinstance(out, Tensor) or out.dim() != 2:
-        what = f"one of shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
-        raise TypeError(f"The model must give a row of outputs per example, a tensor with two axes; it gave {what}.")
+    if out.dim() != 2:
+        raise TypeError(
+            "The model must give a row of outputs per example, a tensor with two axes; it gave one of shape "
+            f"{tuple(out.shape)}."
+        )
     return out.shape[1]
 
 
 def _score(
     model: nn.Module, method: Method, task: Task, allowed: Tensor | None, split: Split, batch_size: int
-) -> float:
+) -> tuple[float, int]:
     total, count, device = 0.0, 0, device_of(model)
     for batch in task.examples(batch_size, split, shared=True):
         here = Batch(batch.x, batch.y, batch.t, allowed, batch.likelihood).to(device)
         if not count:
             check_first_batch(task, here, list(model.parameters()))
+            check_next_tokens(model, here.x, here.y)
         try:
             out = method.predict(model, here.x, here.t if task.identity else None)
         except RuntimeError as error:
             raise explain_error(error, task, here, first=not count) from error
         check_outputs(task, here, out)
         total += here.score(out).sum().item()
-        count += len(here)
+        rows = here.labeled_rows()  # examples without a label that counts are not scored
+        count += len(here) if rows is None else int(rows.sum())
     total, count = distributed.total(total), int(distributed.total(count))
     if not count:
         raise ValueError(
@@ -88,7 +107,7 @@ def _score(
         )
     if not math.isfinite(total):
         raise FloatingPointError(f"The score on {task} is {total}: its {split} targets are not all finite numbers.")
-    return total / count
+    return total / count, count
 
 
 def _exams(tasks: Any) -> list[Task]:

@@ -190,7 +190,8 @@ class Lesson:
             self.loss = self._gradient(batch)
         except (RuntimeError, ValueError) as error:
             raise explain_error(error, self.task, batch, first=first) from error
-        self.loss = distributed.average_gradients(self._learning, batch.weight, self.loss)
+        if distributed.world() > 1:
+            self.loss = distributed.average_gradients(self._learning, batch.weight, self.loss)
         if not math.isfinite(self.loss):
             raise FloatingPointError(explain_loss(self.loss, self.task, self.step + 1, batch, model))
         method.pull(model)
@@ -212,6 +213,8 @@ class Lesson:
             loss.backward()
             return loss.item()
         total, whole = 0.0, batch.weight
+        if not whole:
+            return math.nan  # the mean over no labels, as without accumulation
         for part in batch.chunk(accumulate):
             if share := part.weight / whole:
                 with cast:

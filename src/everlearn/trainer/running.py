@@ -8,6 +8,7 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ def run(
         stream: what is learned, in order.
         optimizer: a function of the parameters that makes one.
         epochs: passes over each task's data.
-        iterations: optimizer steps per task, instead of epochs.
+        iterations: optimizer steps per task, instead of epochs; joint training takes as many for every task it has merged.
         batch_size: examples per step.
         seed: of the model's first weights and of the order of the examples.
         scheduler: a function (optimizer, planned steps) that makes one, per task.
@@ -90,6 +91,8 @@ def run(
     folder, seed = None if out is None else atomic.writable_folder(out), operator.index(seed)
     progress = progress if rank() == 0 else False
     training = Training(epochs, iterations, batch_size, seed, scheduler, clip, accumulate, precision, progress)
+    if training.iterations is not None:
+        training = replace(training, iterations=training.iterations * stream.merged)
     with seeded(derive(seed, "model"), None if device is None else torch.device(device)):
         model, method = build(make_model, stream).to(device), copy.deepcopy(method)
         config = agreed(configuration(stream, method, model, training, optimizer, keep_optimizer, split))

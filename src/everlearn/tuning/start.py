@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from everlearn.checks import check_run
+from everlearn.forward import ask
 from everlearn.method import Method
 from everlearn.params import evaluating
 from everlearn.results import Result, provenance
@@ -207,7 +208,7 @@ def unfaithful(course: Course) -> str:
         for pair, value in zip(pairs, before, strict=True):
             pair[side].copy_(value * 1.1)
         with evaluating(one.model):
-            said.append(one.model(x))
+            said.append(ask(one.model, x))
         if side:
             for (p, _), value in zip(pairs, before, strict=True):
                 p.copy_(value)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from everlearn import atomic
 from everlearn.cost import state_bytes
-from everlearn.method import label
+from everlearn.method import count_parameters, label
 from everlearn.report.html import html
 from everlearn.results import Result, provenance
 from everlearn.stream import Stream, Task
@@ -186,7 +186,7 @@ def _result(now: Standing, done: Learned, history: History, how: How, made: dict
     )
     cost = {
         "seconds": done.seconds,
-        "parameters": [sum(p.numel() for p in model.parameters())],
+        "parameters": [count_parameters(model, now.method)],
         "state_bytes": [state_bytes(now.method.state_dict())],
     }
     config = configuration(stream, now.method, model, how.training, how.optimizer, False, "test")

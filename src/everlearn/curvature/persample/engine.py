@@ -39,6 +39,7 @@ from everlearn.curvature.persample.statistics import Elementwise, Statistic
 from everlearn.curvature.persample.tap import Tap
 from everlearn.curvature.persample.tapped import Plan, Tapped
 from everlearn.data import Batches
+from everlearn.forward import ask
 from everlearn.params import Params, is_sharded, named, unwrap
 from everlearn.stream import Task
 
@@ -147,7 +148,9 @@ class PerExample:
     def _outputs(self, x: Any, runs: list[Run]) -> Tensor:
         """The outputs of a whole chunk."""
         with torch.no_grad():
-            outputs = [run.tapped.outputs[-1].detach() if run.tapped else self.model(rows(x, run.rows)) for run in runs]
+            outputs = [
+                run.tapped.outputs[-1].detach() if run.tapped else ask(self.model, rows(x, run.rows)) for run in runs
+            ]
         return checked(outputs[0] if len(outputs) == 1 else torch.cat(outputs), x)
 
     def _runs(self, x: Any, statistic: Statistic, counts_uses: bool, cut: bool = False) -> list[Run]:
@@ -208,7 +211,7 @@ class PerExample:
             return None
         if shapes not in self.confirmed:
             with torch.no_grad():
-                if not same(tapped.outputs[-1].detach(), self.model(x)):
+                if not same(tapped.outputs[-1].detach(), ask(self.model, x)):
                     tapped.outputs.clear()  # or hooks and graph would hold each other
                     return None
             self.confirmed.add(shapes)
@@ -283,7 +286,7 @@ class PerExample:
             torch.enable_grad(),
             Tap(self.parameters, meet, self.model.buffers()) as tap,
         ):  # nothing needs a gradient, so no graph is made
-            out = checked(self.model(x), x)
+            out = checked(ask(self.model, x), x)
         changed = {n for o, version in met if o.x._version != version for n in o.names.values()}
         return Record([operation for operation, _ in met], out, tap.unknown | changed, idle, tap.picks, held)
 
@@ -350,7 +353,7 @@ class PerExample:
             return tapped.listen(y.clone() if isinstance(operation, Expansion) else y, operation, examples)
 
         with torch.enable_grad(), Tap(self.parameters, meet, self.model.buffers()) as tap:
-            out = self.model(x)
+            out = ask(self.model, x)
         tapped.reads.extend(tap.reads)
         if count(tap.picks) != plan.picks:  # perhaps it orders examples now
             raise _Changed
@@ -360,7 +363,7 @@ class PerExample:
 
 def _recordable(x: Any) -> Any:
     """The inputs, copied where they were made under inference mode, of which autograd saves nothing."""
-    return tree_map(lambda v: v.clone() if v.is_inference() else v, x)
+    return tree_map(lambda v: v.clone() if isinstance(v, Tensor) and v.is_inference() else v, x)
 
 
 class _Changed(Exception):

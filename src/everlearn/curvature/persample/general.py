@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
+from torch.func import grad, vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
 from everlearn.curvature.persample.statistics import Statistic
+from everlearn.forward import ask
 from everlearn.params import Params
 
 log = logging.getLogger("everlearn")
@@ -22,7 +23,7 @@ def add_in_general(model: nn.Module, parameters: Params, x: Any, column: Tensor,
     some = {name: p.detach() for name, p in parameters.items()}
 
     def one(parameters: Params, xi: Any, s: Tensor) -> Tensor:
-        out: Tensor = functional_call(model, parameters, (tree_map(lambda v: v[None], xi),))
+        out = ask(model, tree_map(lambda v: v[None], xi), parameters)
         return (out[0] * s).sum()
 
     size = max(1, 2**24 // max(1, sum(p.numel() for p in some.values())))
@@ -45,7 +46,7 @@ def add_one(model: nn.Module, parameters: Params, x: Any, s: Tensor, statistic: 
     """The ordinary gradient of a single example; returns the parameters it depends on."""
     some = {name: p.detach().requires_grad_() for name, p in parameters.items()}
     with torch.enable_grad():
-        out = functional_call(model, some, (x,))
+        out = ask(model, x, some)
     found = torch.autograd.grad(out, list(some.values()), s, allow_unused=True)
     for (name, p), g in zip(some.items(), found, strict=True):
         dense = torch.zeros_like(p) if g is None else g.to_dense() if g.is_sparse else g.clone()  # an LSTM shares

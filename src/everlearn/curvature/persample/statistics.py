@@ -175,11 +175,11 @@ class KroneckerFactors:
     """Σ of a aᵀ over the inputs and Σ of d dᵀ over the output gradients of linear and convolutional layers; squares for
     all other parameters. Positions within an example count as examples of their own ("expand").
 
-        F ≈ G ⊗ A,   A = mean over examples and positions of a aᵀ,   G = mean over examples of Σ over positions of d dᵀ
+        F ≈ G ⊗ A,   A = mean over examples and positions of a aᵀ,   G = (1/N) Σ over examples and positions of d dᵀ
 
-    a has a 1 appended where the layer has a bias. A is a mean over the examples that use the layer: to those that do not, such
-    as those that go to another expert, it has no input. Each example counts as it does alone, so a parameter may have factors
-    by some examples and squares by others.
+    N is the number of labels. a has a 1 appended where the layer has a bias. A is a mean over the examples that use the layer: to
+    those that do not, such as those that go to another expert, it has no input. Each example counts as it does alone, so a
+    parameter may have factors by some examples and squares by others.
     """
 
     counts_uses = True

@@ -9,7 +9,7 @@ const wish = { stream: "", scenario: "", hidden: new Set(), sort: "average", dow
 try { const kept = JSON.parse(sessionStorage.getItem("everlearn") || "{}"); Object.assign(wish, kept, { hidden: new Set(kept.hidden || []) }); } catch { wish.hidden = new Set(); }
 const COLUMNS = [
   ["method", "method"], ["scenario", "scenario"],
-  ["average", "average", 1], ["forgetting", "forgetting", -1], ["learning", "learning", 1], ["backward transfer", "backward", 1],
+  ["average", "average", 1], ["overall", "overall", 1], ["forgetting", "forgetting", -1], ["learning", "learning", 1], ["backward transfer", "backward", 1],
   ["seconds", "seconds", -1], ["state bytes", "state KB", -1], ["parameters", "parameters", -1], ["seeds", "seeds"], ["stream", "stream"],
 ];
 
@@ -161,7 +161,7 @@ function draw(focus) {
   const kinds = unique(runs.map((r) => r.method)).map((m) => [m, KIND[m]]);
   document.getElementById("page").replaceChildren(...[
     filters(),
-    section("Summary", "Mean ± standard deviation over seeds, accuracies in %. The best of each stream and scenario is marked.", runs.length ? summary(runs) : make("p", {}, "Nothing is left: choose other filters.")),
+    section("Summary", "Mean ± standard deviation over seeds, accuracies in %. Average: mean over tasks; overall: over all test examples. The best of each stream and scenario is marked.", runs.length ? summary(runs) : make("p", {}, "Nothing is left: choose other filters.")),
     section("Stability and plasticity", "What is kept of old tasks against how well new ones are learned, one point per run. Up and right is better; the dashed line joins runs that none beats in both.", pictured(runs, plane, "Stability and plasticity"), kinds.length ? legend(kinds) : null),
     section("Cost", "Accuracy against what it costs, one point per run. Up and left is better.", costChoice(), pictured(runs, costs, "Cost")),
     section("Over the stream", "The average over the tasks learned so far, mean over seeds.", pictured(runs, course, "Over the stream")),
