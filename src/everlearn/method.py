@@ -16,6 +16,7 @@ from everlearn.fields import check_field
 from everlearn.forward import ask, check_next_tokens
 from everlearn.likelihood import Likelihood
 from everlearn.params import evaluating
+from everlearn.running_statistics import warn_if_statistics_move
 from everlearn.stream import SCENARIOS
 from everlearn.traits import Traits
 
@@ -57,6 +58,7 @@ class Method:
 
     _owes = False  # a penalty's gradient, since a loss that was taken without it
     _checked_outputs = False
+    _checked_statistics = False
     _attached = cast("Attachment | None", None)  # what speaks the verbs in a loop that does not
 
     def __post_init__(self) -> None:
@@ -171,6 +173,11 @@ class Method:
         known = _nearest(self, "penalty_gradient") <= _nearest(self, "penalty")
         return known or not self.changes("penalty")
 
+    def _check_statistics(self, model: nn.Module) -> None:
+        """Warn once, after a forward pass of a later task, of running statistics that the method does not protect."""
+        if not self._checked_statistics:
+            self._checked_statistics = warn_if_statistics_move(model, type(self).__name__)
+
     def parameters(self) -> Iterable[nn.Parameter]:
         """Trainable tensors of the method itself; most have none."""
         return ()
@@ -218,7 +225,7 @@ class Chain(Method):
 
     >>> from everlearn import Freeze, LwF
     >>> LwF(strength=0.5) + Freeze()
-    LwF(strength=0.5, temperature=2.0, refuse_new=False, warmup=0, output=None) + Freeze(output=None)
+    LwF(strength=0.5, temperature=2.0, refuse_new=False, warmup=0, output=None) + Freeze(what='features', output=None)
     """
 
     def __init__(self, *methods: Method) -> None:

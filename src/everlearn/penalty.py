@@ -65,7 +65,10 @@ class QuadraticPenalty(Method):
         """The pull back to θ*; nothing before the first task has ended."""
         if self.frozen:
             self._notice_thawed(named(model))
-        return self._noted(self._holding()(model)) if self.bowl.anchor else 0.0
+        if not self.bowl.anchor:
+            return 0.0
+        self._check_statistics(model)
+        return self._noted(self._holding()(model))
 
     def penalty_gradient(self, model: nn.Module) -> None:
         """The pull without its height and without a graph."""
@@ -73,6 +76,7 @@ class QuadraticPenalty(Method):
         if self.frozen:
             self._notice_thawed(parameters)
         if self.bowl.anchor:
+            self._check_statistics(model)
             self._holding().pull(model, parameters)
 
     def before_step(self, model: nn.Module) -> None:

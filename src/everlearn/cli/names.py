@@ -51,7 +51,7 @@ def make_method(expression: str, settings: Mapping[str, Mapping[str, Any]]) -> M
     """A method from its name, or a chain from names joined by ``+``, with the settings of each.
 
     >>> make_method("lwf+freeze", {"lwf": {"strength": "30"}})
-    LwF(strength=30.0, temperature=2.0, refuse_new=False, warmup=0, output=None) + Freeze(output=None)
+    LwF(strength=30.0, temperature=2.0, refuse_new=False, warmup=0, output=None) + Freeze(what='features', output=None)
     """
     return reduce(add, [_make_one(name.strip(), settings) for name in expression.split("+")])
 
