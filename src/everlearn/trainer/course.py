@@ -144,7 +144,7 @@ class Course:
             self._within, self._current = within, self.optimizer
         last = within or start or {}
         self.at, self.rows, self._each, self.initial = last["at"], last["rows"], last["each"], last["initial"]
-        self.examples = last["examples"]
+        self.examples = last.get("examples", [])  # older checkpoints have none; every test counts anew
         self.gone_on_from = f"task {self.at + 1}" + (f", step {within['step'] + 1}" if within is not None else "")
         self.journal.step = last["told"]
         self._clock.add(last["seconds"])
