@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Sequence
 from typing import Any
 
+from everlearn.escaping import plot_label
 from everlearn.extras import needs
 from everlearn.report.runs import Run, runs
 from everlearn.results import Result
@@ -15,7 +17,7 @@ MARKS = "os^DPvX*"
 
 def png(results: Sequence[Result]) -> bytes:
     """For each stream and scenario: stability against plasticity, and the average over the stream."""
-    every = runs(results)
+    every = [{**r, **{key: plot_label(r[key]) for key in ("stream", "scenario", "method")}} for r in runs(results)]
     places = list(dict.fromkeys((r["stream"], r["scenario"]) for r in every))
     methods = list(dict.fromkeys(r["method"] for r in every))
     figure = needs("matplotlib.figure", "plot", "A picture").Figure(
@@ -52,9 +54,15 @@ def _points(axis: Any, mine: Sequence[Run], method: str, i: int, factor: int) ->
 
 
 def _course(axis: Any, mine: Sequence[Run], method: str, i: int, factor: int) -> None:
-    whole = [r for r in mine if len(r["matrix"]) > 1]
+    whole = [r for r in mine if len(r["matrix"]) > 1 and len(r["matrix"]) == len(mine[0]["matrix"])]
     if not whole:
         return
-    sofar = [[factor * sum(row[: t + 1]) / (t + 1) for t, row in enumerate(r["matrix"])] for r in whole]
+    sofar = [[factor * _mean(row[: t + 1]) for t, row in enumerate(r["matrix"])] for r in whole]
     mean = [sum(values) / len(values) for values in zip(*sofar, strict=True)]
-    axis.plot(whole[0]["tasks"], mean, marker=MARKS[i % 8], label=method, color=f"C{i}")
+    axis.plot(whole[0]["tasks"][: len(mean)], mean, marker=MARKS[i % 8], label=method, color=f"C{i}")
+
+
+def _mean(row: Sequence[float | None]) -> float:
+    """Of the tasks that were measured; nan, which is not drawn, where none was."""
+    known = [value for value in row if value is not None]
+    return sum(known) / len(known) if known else math.nan
