@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from typing import get_args
 
@@ -40,8 +41,8 @@ def check_settings(counts: dict[str, int | None], clip: float | None, precision:
         if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < 1:
             hint = "; to test a model without training it use evaluate()" if name == "epochs" else ""
             raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}{hint}.")
-    if clip is not None and not clip > 0:
-        raise ValueError(f"clip must be above 0, got {clip}; None for no clipping.")
+    if clip is not None and not 0 < clip < math.inf:
+        raise ValueError(f"clip must be above 0 and finite, got {clip}; None for no clipping.")
     if precision not in ("float32", "bfloat16"):
         raise ValueError(f"precision: got {precision!r}, allowed: 'float32', 'bfloat16'.")
 
