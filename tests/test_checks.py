@@ -30,6 +30,7 @@ def with_nan():
         ((X, Y), {"precision": "float16"}, "precision: got 'float16', allowed: 'float32', 'bfloat16'"),
         ((X, Y), {"epochs": 1.5}, "epochs must be a whole number of at least 1, got 1.5"),
         ((X, Y), {"clip": -1.0}, "clip must be above 0"),
+        ((X, Y), {"clip": float("inf")}, "clip must be above 0 and finite, got inf; None for no clipping"),
         ((X, Y[:, None]), {}, r"outputs of shape \(8, 2\) for labels of shape \(8, 1\): use y.squeeze"),
         ((X[:, :3], Y), {}, r"cannot take the inputs of the task \(float32 of shape \(8, 3\)\)"),
         (((X * 255).to(torch.uint8), Y), {}, r"uint8 of shape \(8, 4\)\): convert them, x.float\(\) / 255"),

@@ -6,6 +6,7 @@ import re
 import unicodedata
 
 import pytest
+from markdown_it import MarkdownIt
 
 pytest.importorskip("cyclopts")
 from everlearn.cli.app import start
@@ -46,7 +47,7 @@ def test_no_cell_is_a_formula(lead, sign):
     "name", ["![x](http://a.b/c.png)", "<img src=x>", "a|b", "**bold** _i_ `c`", "[a](b)", "a\n## b", "$$x$$", "\\|"]
 )
 def test_markdown_shows_names_as_they_are(name):
-    rendered = pytest.importorskip("markdown_it").MarkdownIt("commonmark").enable("table")
+    rendered = MarkdownIt("commonmark").enable("table")
     text = as_markdown([result(name, stream=name)])
     tokens = [child for token in rendered.parse(text) for child in (token.children or [])]
     assert {token.type for token in tokens} <= {"text", "text_special"}

@@ -25,7 +25,7 @@ def everlearn(*words, options=(), close=(), stdout=subprocess.DEVNULL, stderr=su
             os.close(number)
 
     command = [sys.executable, *options, "-m", "everlearn", *map(str, words)]
-    return subprocess.run(command, stdout=stdout, stderr=stderr, preexec_fn=begin, timeout=120, check=False).returncode  # noqa: PLW1509
+    return subprocess.run(command, stdout=stdout, stderr=stderr, preexec_fn=begin, timeout=120, check=False).returncode
 
 
 @pytest.fixture

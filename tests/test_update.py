@@ -981,6 +981,39 @@ def test_the_commands_of_the_page_are_real():
     assert len(lines) == 3
 
 
+def test_what_lies_beside_the_data_is_not_run_for_a_library(shop):
+    """A file of a library's name in the working folder, with the user's factory beside it."""
+    Path("shop_models.py").write_text(
+        "from everlearn import nets\nimport shop_parts\n\ndef make():\n    return nets.mlp(64, 4, hidden=(64,))\n"
+    )
+    Path("shop_parts.py").write_text("")
+    Path("pyarrow").mkdir()
+    for name in ("pyarrow/__init__.py", "pyarrow/parquet.py", "colorsys.py", "pyarrow_of_nobody.py"):
+        Path(name).write_text(f"open('ran', 'a').write({name!r})\n")
+    as_npz(shop / "new.npz", digits(0, 1))
+    code = """if True:
+        import sys
+        from everlearn.cli.app import start
+        sys.path[:] = [p for p in sys.path if p]
+        words = "update --model shop_models:make --weights model.safetensors --state state --method er --threads 1"
+        assert start([*words.split(), "--epochs", "1", "--data", "new.npz", "--tolerance", "100"]) == 0
+        import colorsys
+        import pyarrow
+        try:
+            import pyarrow_of_nobody
+        except ModuleNotFoundError:
+            print("not found")
+    """
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stdout.endswith("not found\n"), done.stderr
+    assert not Path("ran").exists()
+    command = "-m everlearn update --model shop_models:make --weights model.safetensors --state state --method er"
+    done = subprocess.run(
+        [sys.executable, *command.split(), "--data", "new.parquet"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1 and not Path("ran").exists(), done.stderr
+
+
 OK = ["--model", "factory_of_words:make", "--weights", "model.safetensors", "--state", "state", "--data", "new.npz"]
 
 

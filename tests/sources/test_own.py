@@ -109,6 +109,29 @@ class TestNpz:
         with pytest.raises(ValueError, match="1 of 3 labels are not finite numbers"):
             npz(tmp_path / "a.npz")
 
+    def test_arrays_that_nobody_asked_for_are_not_unpacked(self, tmp_path, monkeypatch):
+        x, y = np.random.rand(10, 3), np.arange(10) % 2
+        np.savez_compressed(tmp_path / "a.npz", x=x, y=y, unused=np.zeros(2**24, np.uint8), objects=np.array([{}]))
+        read = np.lib.format.read_array
+        sizes = []
+
+        def counted(*given, **settings):
+            sizes.append((array := read(*given, **settings)).nbytes)
+            return array
+
+        monkeypatch.setattr(np.lib.format, "read_array", counted)
+        assert len(npz(tmp_path / "a.npz")[0][0]) == 8
+        assert sorted(sizes) == [80, 240]
+
+    def test_a_small_file_that_unpacks_to_more_than_there_is(self, tmp_path, monkeypatch):
+        np.savez_compressed(tmp_path / "a.npz", x=np.zeros((2**20, 8)), y=np.zeros(2**20, np.int64))
+        assert (tmp_path / "a.npz").stat().st_size < 2**17
+        monkeypatch.setattr("everlearn.sources.limits.memory", lambda: 2**25)
+        with pytest.raises(
+            ValueError, match=r"unpacks to 75,\d+,\d+ bytes, but this machine has a memory of 33,554,432"
+        ):
+            npz(tmp_path / "a.npz")
+
     def test_what_is_no_npz(self, tmp_path):
         with pytest.raises(FileNotFoundError, match="There is no file"):
             npz(tmp_path / "a.npz")

@@ -33,7 +33,7 @@ TITLES = ["cell", "published", "Everlearn", "seeds", "difference", "tolerance", 
 class Reproduction(BaseModel):
     """The options of ``everlearn reproduce``."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     cells: str = Field("*", description="Cells as ROW/COLUMN, separated by commas; ``SI/*`` takes a row.")
     seeds: int = Field(3, ge=1, description="How many seeds, counted from 0.")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import reduce
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +27,7 @@ REFUSED = 3  # the exit code where old accuracy has fallen too far
 class Updating(BaseModel):
     """The options of ``everlearn update``."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     model: str = Field(
         description="The function that makes the model, as package.module:function; the working folder counts."
@@ -113,10 +115,9 @@ def factory(text: str) -> Factory:
     place, colon, name = text.partition(":")
     if not (place and colon and name):
         raise UsageError(f"--model reads package.module:function, as in shop.models:make_model; got {text!r}.")
-    if (here := os.getcwd()) not in sys.path:
-        sys.path.insert(0, here)
     try:
-        module = importlib.import_module(place)
+        with _working_folder_on_path():
+            module = importlib.import_module(place)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{place}.".startswith(f"{error.name}."):
             raise  # it is there, and needs something that is not
@@ -133,12 +134,31 @@ def factory(text: str) -> Factory:
     return _explained(found, text)
 
 
+@contextmanager
+def _working_folder_on_path() -> Iterator[None]:
+    """Inside, modules in the working folder are found, after all others.
+
+    Nowhere else: what lies beside the data, and has the name of a library that reads them, must not be run.
+    """
+    folder = os.getcwd()
+    if folder in sys.path:
+        yield
+        return
+    sys.path.append(folder)
+    try:
+        yield
+    finally:
+        with suppress(ValueError):
+            sys.path.remove(folder)
+
+
 def _explained(make: Any, text: str) -> Factory:
     """The function, whose failures are told as its own."""
 
     def made() -> nn.Module:
         try:
-            return make()  # type: ignore[no-any-return]
+            with _working_folder_on_path():
+                return make()  # type: ignore[no-any-return]
         except Exception as error:
             raise ValueError(f"{text}() failed: {type(error).__name__}: {error}") from error
 
