@@ -19,6 +19,7 @@ from everlearn.seeds import derive, seeded
 from everlearn.sources import Data
 from everlearn.trainer import Training
 from everlearn.updating import Reading, class_names, load, process, update
+from everlearn.updating.learning import How, learn, remember
 from everlearn.updating.state import State
 from everlearn.updating.weights import read, round_as
 
@@ -1091,3 +1092,15 @@ def test_an_update_that_learned_nothing_says_so():
     assert "no better on the new data" in Update(1, "er", before={1: 0.5}, after={1: 0.5}).doubts()[0]
     assert not Update(1, "er", before={1: 0.5}, after={1: 0.6}).doubts()
     assert not Update(1, "er", before={1: 1.0}, after={1: 1.0}).doubts(), "there was nothing to learn"
+
+
+def test_old_data_are_offered_to_a_memory_as_often_as_the_new_ones():
+    """A reservoir counts presentations: old rows shown once beside new ones shown ten times would have an eleventh of it."""
+    x, y = torch.randn(60, 4), torch.arange(60) % 3
+    model, method = nn.Linear(4, 3), ER(60)
+    how = How(Training(epochs=10, batch_size=20), lambda p: torch.optim.SGD(p, lr=0.1), None)
+    remember(model, method, (x, y), how)
+    assert method.memory.seen == 600
+    learn(model, method, (x, y), 1, None, how)
+    assert method.memory.seen == 1200
+    assert abs(method.memory["t"].bincount()[0] - 30) < 12  # three standard deviations

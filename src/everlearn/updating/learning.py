@@ -77,8 +77,10 @@ def remember(model: nn.Module, method: Method, pair: Pair, how: How) -> None:
     task = Task(pair, id=0, name="the old data")
     method.begin_task(model, task)
     device = device_of(model)
+    training = how.training
     with torch.no_grad(), evaluating(model):
-        for batch in task.batches(how.training.batch_size, seed=how.training.seed):
+        # As often as the new data will be shown, or a memory would hold these for fewer than they are.
+        for batch in task.batches(training.batch_size, training.epochs, training.iterations, training.seed):
             here = batch.to(device)
             method.observe(here, model(here.x))
     method.end_task(model, task)
