@@ -161,7 +161,7 @@ def _kept_in(path: Path) -> dict[str, Any]:
             if not whole or not all(map(math.isfinite, numbers)) or not all(seed.isdigit() for seed in cell["runs"]):
                 raise ValueError("a cell is not whole")
         return dict(kept)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{path} is not a record of runs ({type(error).__name__}: {error}): restore it, or move it away and record again."
         ) from None
