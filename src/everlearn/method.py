@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from everlearn.attachment import Attachment
 from everlearn.batch import Batch
+from everlearn.data import as_inputs
 from everlearn.fields import check_field
 from everlearn.forward import ask, check_next_tokens
 from everlearn.likelihood import Likelihood
@@ -107,7 +108,7 @@ class Method:
     def predict(self, model: nn.Module, x: Any, task: Tensor | None = None) -> Tensor:
         """Outputs at test time, in evaluation mode; ``task`` holds each example's where known. [at most one may replace it]"""
         with evaluating(model):
-            return ask(model, x)
+            return ask(model, as_inputs(x))
 
     # Given.
 

@@ -20,6 +20,7 @@ from everlearn.params import (
     matching,
     named,
     named_with_frozen,
+    refuse_meta,
     remembered,
     sharded_like,
 )
@@ -154,6 +155,7 @@ class QuadraticPenalty(Method):
                 f"{type(importance).__name__}."
             )
         parameters, known = named(model), named_with_frozen(model)
+        refuse_meta(known.values())
         if any(map(is_sharded, known.values())):
             form = _sharded(form, known)
         weights = matching(known, self.only)
