@@ -45,6 +45,9 @@ class Method:
     Hyper-parameters are the dataclass fields, stored unchanged, so ``repr(method)`` is its configuration. State is what
     is not a field: tensors, numbers and dicts of them, set in ``__post_init__``; a leading underscore marks what is
     passing and not saved. A method never sees the trainer, the optimizer or the scenario.
+
+    A method whose knowledge is not in the model's weights alone (hooks on the model, a sub-network per task, added units,
+    a ``predict`` of its own) states ``deployable = False``: ``update``, which deploys weights, refuses it.
     """
 
     traits: ClassVar[Traits] = Traits(
@@ -56,6 +59,8 @@ class Method:
         without_boundaries={},
         weak=dict.fromkeys(SCENARIOS, "does nothing against forgetting: the lower bound of every comparison"),
     )
+
+    deployable: ClassVar[bool] = True  # whether a plain model with the same weights answers as ``predict`` does
 
     _owes = False  # a penalty's gradient, since a loss that was taken without it
     _checked_outputs = False
@@ -250,6 +255,11 @@ class Chain(Method):
     def changes(self, verb: str) -> bool:
         """Whether any of them does."""
         return any(m.changes(verb) for m in self.methods)
+
+    @property
+    def deployable(self) -> bool:  # type: ignore[override]
+        """Whether all of them are."""
+        return all(m.deployable for m in self.methods)
 
     @property
     def of_parameters(self) -> bool:
