@@ -194,7 +194,7 @@ class TestTable:
         [
             ("a,b\n1,2\n1\n", "row 3: 1 cells, but 2 columns"),
             ("a,b\n1,\n", "row 2: the cell 'b' is empty"),
-            ("a,a\n1,2\n", "each once; got 'a,a'"),
+            ("a,a\n1,2\n", "each once; got 'a' more than once"),
             ("", "must begin with a line of column names"),
             ("a,b\n", "nothing to learn from: 1 columns, 0 rows"),
             ("b\n1\n", "has no column 'a'; it has b"),

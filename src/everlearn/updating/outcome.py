@@ -225,8 +225,9 @@ class Update:
         return [text]
 
     def _class_table(self) -> list[str]:
-        """The classes that lost more than the tolerance, the worst first."""
-        lost = sorted((c for c in self.classes if c.fall > self.rules.tolerance), key=lambda c: -c.fall * c.examples)
+        """The classes that lost more than the tolerance and more than one example, the worst first."""
+        lost = [c for c in self.classes if c.fall > self.rules.tolerance and c.fall * c.examples > 150]
+        lost.sort(key=lambda c: -c.fall * c.examples)
         if not lost:
             return []
         rows = [["old classes that lost most, in %", "examples", "before", "after"]]
