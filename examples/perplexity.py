@@ -44,7 +44,7 @@ tasks = [
     for i, domain in enumerate(["banking", "travel"])
 ]
 print("perplexity of     banking, learned   banking, at the end   travel")
-for method in (Method(), EWC(100.0, labels="true"), ER(150)):
+for method in (Method(), EWC(1000.0, labels="true"), ER(150)):
     torch.manual_seed(0)
     shape = GPT2Config(vocab_size=len(number) + 2, n_positions=LENGTH, n_embd=64, n_layer=2, n_head=2,
                        bos_token_id=END, eos_token_id=END)  # fmt: skip

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from everlearn import Gaussian, Method, Task, evaluate, nets, run, streams, train
+from everlearn import EWC, L2, MAS, Gaussian, LwF, Method, Task, evaluate, nets, run, streams, train
 
 X, Y = torch.rand(8, 4), torch.arange(8) % 2
 
@@ -30,6 +30,7 @@ def with_nan():
         ((X, Y), {"precision": "float16"}, "precision: got 'float16', allowed: 'float32', 'bfloat16'"),
         ((X, Y), {"epochs": 1.5}, "epochs must be a whole number of at least 1, got 1.5"),
         ((X, Y), {"clip": -1.0}, "clip must be above 0"),
+        ((X, Y), {"clip": float("inf")}, "clip must be above 0 and finite, got inf; None for no clipping"),
         ((X, Y[:, None]), {}, r"outputs of shape \(8, 2\) for labels of shape \(8, 1\): use y.squeeze"),
         ((X[:, :3], Y), {}, r"cannot take the inputs of the task \(float32 of shape \(8, 3\)\)"),
         (((X * 255).to(torch.uint8), Y), {}, r"uint8 of shape \(8, 4\)\): convert them, x.float\(\) / 255"),
@@ -82,7 +83,7 @@ def test_a_loss_that_is_no_number_names_task_epoch_and_step_and_saves_the_weight
             self.kept = model.weight.detach().clone()
 
     method = Explodes()
-    with pytest.raises(FloatingPointError, match="The loss is inf in task 5, epoch 1, step 4: lower the learning rate"):
+    with pytest.raises(FloatingPointError, match="The loss is inf in task 5, epoch 2, step 4: lower the learning rate"):
         train(model, method, Task((X, Y), id=5), epochs=3, batch_size=3)
     assert torch.equal(model.weight, method.kept)
 
@@ -131,3 +132,22 @@ def test_nothing_to_train_and_optimizers_with_a_will_of_their_own():
         train(nn.Linear(4, 2).requires_grad_(False), Method(), (X, Y))
     with pytest.raises(TypeError, match="LBFGS calls the model itself"):
         train(nn.Linear(4, 2), Method(), (X, Y), optimizer=lambda ps: torch.optim.LBFGS(ps))
+
+
+def test_epochs_count_from_1_where_a_generator_is_read_again():
+    with pytest.raises(ValueError, match="no examples to train on in epoch 2; a generator"):
+        train(nn.Linear(4, 2), Method(), iter([(X, Y)]), epochs=2)
+
+
+@pytest.mark.parametrize("make", [EWC, MAS, L2, LwF])
+def test_a_model_without_values_is_refused(make):
+    with torch.device("meta"):
+        model = nn.Linear(4, 2)
+    for call in (
+        lambda: make().end_task(model, (X, Y)),
+        lambda: train(model, make(), (X, Y), optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1)),
+        lambda: evaluate(model, make(), [(X, Y)]),
+        lambda: make().attach(model, torch.optim.SGD(model.parameters(), lr=0.1)),
+    ):
+        with pytest.raises(ValueError, match=r"on the meta device, where parameters have shapes but no values"):
+            call()

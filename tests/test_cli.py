@@ -97,6 +97,11 @@ def test_a_yaml_file_has_the_same_keys_and_the_command_line_wins(settings, tmp_p
         (["run", "--methods", "l2", "--set", "l2.strength=-1"], "L2.strength: got -1.0, allowed: 0 or more"),
         (["run", "--device", "meta"], "device 'meta' cannot be used here"),
         (["run", "--epoch", "3"], "Did you mean --epochs"),
+        (["run", "--clip", "inf"], "clip: got 'inf', allowed: a finite number"),
+        (["run", "--clip", "nan"], "clip: got 'nan', allowed: a finite number"),
+        (["run", "--weight-decay", "inf"], "weight_decay: got 'inf', allowed: a finite number"),
+        (["run", "--optimizer", "sgd", "--momentum", "inf"], "momentum: got 'inf', allowed: a finite number"),
+        (["run", "--checkpoint-minutes", "inf"], "checkpoint_minutes: got 'inf', allowed: a finite number"),
         (["rum"], "run"),
         (["show", "ewcc"], "Unknown method 'ewcc'"),
         (["compare", "--seeds", "0"], "seeds: got '0', allowed: greater than or equal to 1"),
@@ -117,6 +122,21 @@ def test_wrong_words_are_answered_with_exit_code_2(words, message, capsys):
         ("epochs: many", "epochs: got 'many'"),
         ("- a\n- b", "must hold 'key: value' lines"),
         ("a: [", "Cannot read"),
+        ("clip: .inf", "clip: got inf, allowed: a finite number"),
+        ("methods: " + "[" * 2000 + "]" * 2000, "its lists are nested too deeply"),
+        ("methods: ewc\n# " + "x" * 2**19, "characters, allowed: 262,144"),
+        ("methods: &a [*a]", "its aliases stand for more than 10,000 values"),
+        (
+            "x0: &x0 [l2, l2]\n"
+            + "".join(f"x{i}: &x{i} [{', '.join([f'*x{i - 1}'] * 9)}]\n" for i in range(1, 30))
+            + "methods: *x29",
+            "its aliases stand for more than 10,000 values",
+        ),
+        (
+            "x0: &x0 {a: 1}\n"
+            + "".join(f"x{i}: &x{i} {{<<: [{', '.join([f'*x{i - 1}'] * 9)}]}}\n" for i in range(1, 30)),
+            "its aliases stand for more than 10,000 values",
+        ),
     ],
 )
 def test_a_wrong_yaml_file_is_named(content, message, tmp_path, capsys):
@@ -125,6 +145,18 @@ def test_a_wrong_yaml_file_is_named(content, message, tmp_path, capsys):
     assert start(["run", str(file)]) == 2
     error = capsys.readouterr().err
     assert message in error and str(file) in error
+
+
+def test_aliases_may_be_used(tmp_path, capsys):
+    (tmp_path / "plan.yaml").write_text("methods: &own [l2, ewc]\nset:\n  l2: &s {strength: 2.0}\n  ewc: *s\n")
+    assert start(["run", str(tmp_path / "plan.yaml"), "--dry-run"]) == 0
+    assert "L2(strength=2.0)" in capsys.readouterr().out
+
+
+def test_a_setting_is_no_bomb_either(capsys):
+    bomb = "[&a [1, 2], " + ", ".join(f"&{chr(98 + i)} [{', '.join([f'*{chr(97 + i)}'] * 9)}]" for i in range(20)) + "]"
+    assert start(["run", "--methods", "ewc", "--set", f"ewc.strength={bomb}"]) == 2
+    assert "ewc.strength: cannot read" in capsys.readouterr().err
 
 
 def test_a_missing_yaml_file(tmp_path, capsys):

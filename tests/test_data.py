@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from everlearn import Task
+from everlearn import ER, Batch, Method, Task
+from everlearn.curvature import fisher
 from everlearn.data import Arrays, Batches, Items, as_source, join
 
 X, Y = torch.arange(20.0).reshape(10, 2), torch.arange(10) % 3
@@ -188,3 +189,37 @@ def test_a_dict_has_its_labels_among_its_tensors():
     batch, unlabelled = Task([{"a": X, "labels": Y}, {"a": X}]).batches(4)
     assert torch.equal(batch.x["a"], X) and torch.equal(batch.y, Y) and set(batch.x) == {"a"}
     assert unlabelled.y is None
+
+
+def test_lists_of_numbers_are_tensors():
+    model = torch.nn.Linear(2, 3)
+    right = fisher(model, (X, Y), "true").values["weight"]
+    rows, labels = X.tolist(), Y.tolist()
+    for data in (
+        (rows, labels),
+        (rows, Y),
+        [(rows, labels)],
+        [{"input": rows, "labels": labels}],
+        (X.double().numpy(), Y.int()),
+    ):
+        torch.testing.assert_close(fisher(model, data, "true").values["weight"], right)
+    torch.testing.assert_close(fisher(model, rows).values["weight"], fisher(model, X).values["weight"])
+    torch.testing.assert_close(Method().predict(model, rows), model(X))
+    with pytest.raises(TypeError, match="rows of one length"):
+        as_source(([[1.0], [1.0, 2.0]], [0, 1]))
+
+
+@pytest.mark.parametrize(
+    "labels", [Y.int(), Y.short(), Y.to(torch.int8), Y.tolist(), Y.int().numpy()], ids=lambda y: str(type(y))
+)
+def test_a_batch_takes_labels_as_people_have_them(labels):
+    model = torch.nn.Linear(2, 3)
+    for x in (X, X.tolist(), X.numpy()):
+        torch.testing.assert_close(
+            Method().loss(model, Batch(x, labels)), torch.nn.functional.cross_entropy(model(X), Y)
+        )
+    method = ER(4)
+    method.loss(model, Batch(X, labels))
+    method.loss(model, Batch(X, Y)).backward()
+    with pytest.raises(TypeError, match="Class labels must be integers"):
+        Batch(X, [0.5] * len(X))

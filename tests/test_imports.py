@@ -10,7 +10,7 @@ import everlearn
 ROOT = Path(everlearn.__file__).parent
 # Each may import what stands before it, and its own package.
 ORDER = [
-    "extras", "orphans", "distributed", "params", "forward", "seeds", "atomic", "fingerprint", "cost", "metrics", "data", "likelihood", "batch", "stream", "traits", "memory", "curvature", "optim", "heads", "nets", "fields", "loops", "attachment", "method",
+    "extras", "orphans", "stdio", "escaping", "distributed", "params", "running_statistics", "forward", "seeds", "atomic", "fingerprint", "cost", "metrics", "result_format", "data", "likelihood", "batch", "stream", "traits", "memory", "curvature", "optim", "heads", "nets", "fields", "loops", "attachment", "method",
     "penalty", "replay", "teacher", "tracing", "growth", "locks", "isolation", "columns", "extractors", "balance", "beside", "merging", "splitting", "watching", "expanding", "methods", "advice", "results", "checks", "trainer", "integrations", "sources", "streams", "report", "tuning", "updating", "cli",
 ]  # fmt: skip
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from everlearn import Batch, Method
+from everlearn import ER, Batch, Method
 from everlearn.memory import Memory, herding_order
 from everlearn.memory.groups import shares
 from everlearn.seeds import generator
@@ -565,3 +565,12 @@ def test_wrong_questions_are_refused():
         memory.sample(0)
     with pytest.raises(ValueError, match=r"got torch.int64 of shape \(4,\), allowed: a mask"):
         memory.sample(2, where=Y)
+
+
+@pytest.mark.parametrize("policy", ["reservoir", "balanced"])
+def test_a_memory_larger_than_the_machine_is_refused(policy):
+    with pytest.raises(ValueError, match=r"needs 745\.1 GB on cpu|no room for the numbers"):
+        Memory(10**11, policy).add(x=torch.zeros(2, 1, dtype=torch.double), y=torch.zeros(2, dtype=torch.long))
+    method = ER(10**11)
+    with pytest.raises(ValueError, match=r"A memory of 100,000,000,000 rows such as these needs 1,490\.1 GB on cpu"):
+        method.loss(torch.nn.Linear(4, 2), Batch(torch.zeros(2, 4), torch.zeros(2, dtype=torch.long)))

@@ -1,4 +1,7 @@
 import json
+import os
+import shutil
+import subprocess
 import threading
 
 import numpy as np
@@ -323,6 +326,52 @@ def test_folders_that_are_not_there_or_empty_or_closed(tmp_path):
         run(nets.mlp, Method(), streams.digits(), out=tmp_path / "file")
 
 
+def test_a_result_under_the_name_of_another_run_is_not_taken_for_it(tmp_path, small_net, small_stream):
+    run(small_net, Method(), small_stream(), out=tmp_path)
+    other = run(small_net, L2(), small_stream(), out=tmp_path / "other")
+    [path] = results.files(tmp_path)
+    path.write_bytes(results.files(tmp_path / "other")[0].read_bytes())
+    with pytest.warns(UserWarning, match="is the result of another run"):
+        again = run(small_net, Method(), small_stream(), out=tmp_path)
+    assert again.config["method"] == "finetune" and other.config["method"].startswith("L2")
+
+
+@pytest.mark.skipif(shutil.which("git") is None or os.name != "posix", reason="needs git and a shell")
+def test_a_repository_is_looked_at_and_nothing_of_it_is_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith("GIT_")]:
+        monkeypatch.delenv(name)
+
+    def git(*words):
+        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        return subprocess.run(["git", *who, *words], check=True, capture_output=True, text=True).stdout.strip()
+
+    script, ran = tmp_path / "script", tmp_path / "ran"
+    script.write_text(f"#!/bin/sh\necho $1 >> '{ran}'\n[ \"$1\" = clean ] && cat\nexit 0\n")
+    script.chmod(0o755)
+    (tmp_path / "data.txt").write_text("1")
+    (tmp_path / ".gitattributes").write_text("*.txt filter=own")
+    git("init", "-q", ".")
+    git("add", ".")
+    git("commit", "-qm", "first")
+    commit = git("rev-parse", "HEAD")
+    git("config", "filter.own.clean", f"{script} clean")
+    git("config", "filter.own.required", "true")
+    git("config", "core.fsmonitor", f"{script} fsmonitor")
+    (tmp_path / ".git" / "hooks" / "post-index-change").write_text(script.read_text())
+    (tmp_path / ".git" / "hooks" / "post-index-change").chmod(0o755)
+    (tmp_path / "data.txt").write_text("1")  # the same, at another time: git looks into it
+    os.utime(tmp_path / "data.txt", (1, 1))
+    results._commit.cache_clear()
+    assert results.provenance()["commit"] == commit
+    (tmp_path / "data.txt").write_text("2")
+    results._commit.cache_clear()
+    assert results.provenance()["commit"] == f"{commit} (changed)"
+    assert not ran.exists(), ran.read_text()
+    git("status")
+    assert ran.exists(), "git itself does run it"
+
+
 def test_a_broken_write_leaves_the_old_file_and_no_part(tmp_path, monkeypatch):
     path = result().save(tmp_path)
     before = path.read_bytes()
@@ -337,9 +386,3 @@ def test_one_process_at_a_time(tmp_path):
         assert first and not second
     with atomic.alone(tmp_path / "lock") as third:
         assert third
-
-
-def test_permissions(tmp_path):
-    atomic.write(tmp_path / "secret", b"", mode=0o600)
-    atomic.write(tmp_path / "open", b"")
-    assert [(tmp_path / name).stat().st_mode & 0o777 for name in ("secret", "open")] == [0o600, 0o644]

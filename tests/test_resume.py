@@ -326,6 +326,76 @@ def test_a_damaged_checkpoint_is_passed_over(harm, torn, tests, checkpoints, out
     assert equal(outcome(EWC, folder="whole"), resumed)
 
 
+@pytest.mark.parametrize("source", [2, 1], ids=["of another step", "of the start of the task"])
+def test_a_checkpoint_under_another_name_is_passed_over(source, checkpoints, outcome, tests_taken):
+    checkpoints[3].write_bytes(checkpoints[source].read_bytes())
+    with pytest.warns(UserWarning, match="its name is another than its content"):
+        resumed = outcome(EWC)
+    assert len(tests_taken) == 2
+    assert equal(outcome(EWC, folder="whole"), resumed)
+
+
+def test_a_checkpoint_of_another_run_is_passed_over(checkpoints, outcome, tmp_path):
+    outcome(EWC, [STEPS + 11], folder="other", seed=1, left_there=True)
+    [folder] = (tmp_path / "other").glob("*.checkpoints")
+    for path in checkpoints:
+        path.write_bytes((folder / path.name).read_bytes())
+    with pytest.warns(UserWarning, match="its name is another than its content"):
+        resumed = outcome(EWC)
+    assert equal(outcome(EWC, folder="whole"), resumed)
+
+
+@pytest.mark.parametrize(("refused", "tests"), [(1, 3), (2, 4)], ids=["one", "two"])
+def test_a_whole_checkpoint_that_does_not_fit_is_passed_over(
+    refused, tests, checkpoints, outcome, tests_taken, tmp_path, monkeypatch
+):
+    """First the one of the second task's start is refused, and with it those within; then the one of the first task."""
+    load, failures = EWC.load_state_dict, [1] * refused
+
+    def refuse(self, state):
+        if failures:
+            failures.pop()
+            raise KeyError("fisher")
+        load(self, state)
+
+    monkeypatch.setattr(EWC, "load_state_dict", refuse)
+    with pytest.warns(UserWarning, match=r"it does not fit: KeyError: 'fisher'.*goes on from an earlier place"):
+        resumed = outcome(EWC)
+    assert not failures and len(tests_taken) == tests
+    assert equal(outcome(EWC, folder="whole"), resumed)
+    assert [p.suffix for p in (tmp_path / "out").iterdir()] == [".json"]
+
+
+def test_a_checkpoint_within_a_task_that_does_not_fit_is_passed_over(outcome, tests_taken, monkeypatch):
+    outcome(EWC, [STEPS + 11], left_there=True)
+    tests_taken.clear()
+    resume, failures = Lesson._go_on, [1]
+
+    def refuse(self, resumed):
+        if failures:
+            failures.pop()
+            raise RuntimeError("a parameter group has another size")
+        resume(self, resumed)
+
+    monkeypatch.setattr(Lesson, "_go_on", refuse)
+    with pytest.warns(UserWarning, match=r"000001-000000010.checkpoint is of no use \(it does not fit: RuntimeError"):
+        resumed = outcome(EWC)
+    assert resumed[1].made["gone_on_from"] == "task 2, step 6", "the one before"
+    assert len(tests_taken) == 2
+    assert equal(outcome(EWC, folder="whole"), resumed)
+
+
+def test_a_full_memory_is_no_fault_of_a_checkpoint(checkpoints, outcome, monkeypatch):
+    def full(self, state):
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(EWC, "load_state_dict", full)
+        with pytest.raises(MemoryError):
+            outcome(EWC)
+    assert all(path.exists() for path in checkpoints)
+
+
 def test_nothing_is_unpickled(checkpoints, outcome, tmp_path):
     class Harm:
         def __reduce__(self):

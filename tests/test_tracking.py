@@ -77,6 +77,27 @@ def test_lines_say_where_a_run_is(capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_a_line_says_no_loss_before_one_is_told(capsys):
+    pytest.importorskip("cyclopts")
+    from everlearn.cli.live import Lines
+
+    config = {
+        "method": "EWC",
+        "scenario": "task",
+        "seed": 0,
+        "score": "accuracy",
+        "stream": {"name": "digits", "tasks": 2},
+    }
+    lines = Lines(pause=0)
+    lines.start(config)
+    lines.log({"tasks learned": 1, "accuracy/so far": 0.5}, 7)
+    lines.log({"loss": 0.25}, 20)
+    lines.log({"tasks learned": 2, "accuracy/so far": 0.5}, 27)
+    first, second = capsys.readouterr().err.splitlines()
+    assert "task 1 of 2, so far" in first and "nan" not in first
+    assert "task 2 of 2, loss 0.25, so far" in second
+
+
 def test_unknown_and_missing_trackers(tmp_path, capsys, monkeypatch):
     pytest.importorskip("cyclopts")
     from everlearn.cli.app import start

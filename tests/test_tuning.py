@@ -26,6 +26,7 @@ from everlearn.trainer.training import Training, adam
 from everlearn.tuning import Lost, Search, tune
 from everlearn.tuning.space import changed, dimensions
 from everlearn.tuning.start import Start
+from everlearn.tuning.trials import Asked
 
 pytest.importorskip("optuna")
 TRAINING = Training(epochs=2, batch_size=32)
@@ -313,6 +314,64 @@ def test_a_trial_that_was_killed_when_it_was_given_up_is_given_up(tmp_path, monk
             tune(net, Harmful(), digits(), **settings)
     found = tune(net, Harmful(), digits(), **settings)
     assert [t.why for t in found.trials] == ["given up after task 2", ""]
+
+
+class Killed(BaseException):
+    """As a process that ends here."""
+
+
+def kill_at_write(monkeypatch, at):
+    """End everything before the n-th time that a study is written to, counted from 0; the writes so far."""
+    optuna = pytest.importorskip("optuna")
+    writes = []
+
+    def dying(name):
+        original = getattr(optuna.Study, name)
+
+        def write(self, *args, **kwargs):
+            if len(writes) == at:
+                raise Killed
+            writes.append(name)
+            return original(self, *args, **kwargs)
+
+        return write
+
+    for name in ("set_user_attr", "add_trial"):
+        monkeypatch.setattr(optuna.Study, name, dying(name))
+    return writes
+
+
+def test_killed_while_it_queues_its_first_values_nothing_is_skipped(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        Asked, "_learn", lambda *_: {"old": 0.5, "new": 0.5, "score": 0.5}
+    )  # what is tried matters alone
+    stream = digits()
+
+    def study(name, trials):
+        return tune(net, EWC(), stream, trials=trials, training=TRAINING, out=tmp_path / name)
+
+    first = 3
+    with monkeypatch.context() as patch:
+        writes = kill_at_write(patch, -1)
+        whole = {str(t.values) for t in study("whole", first).trials}
+    assert writes.count("add_trial") == first == len(whole)
+    for at in range(len(writes)):
+        with monkeypatch.context() as patch:
+            kill_at_write(patch, at)
+            with pytest.raises(Killed):
+                study(f"killed-{at}", first)
+        again = study(f"killed-{at}", first)
+        assert {str(t.values) for t in again.trials} == whole, f"killed before write {at}: {writes[at]}"
+
+
+@pytest.mark.parametrize("name", ["a?b", "a%3Fb {c}#d"])
+def test_a_study_lies_where_it_was_said_whatever_the_folder_is_called(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(Asked, "_learn", lambda *_: {"old": 0.5, "new": 0.5, "score": 0.5})
+    for trials in (1, 2):
+        found = tune(net, EWC(), digits(), trials=trials, training=TRAINING, out=tmp_path / name)
+        assert len(found.trials) == trials
+    assert [p.name for p in tmp_path.iterdir()] == [name]
+    assert (tmp_path / name / "study.db").read_bytes().startswith(b"SQLite format 3")
 
 
 def test_hopeless_trials_are_given_up_and_the_best_is_found(tmp_path):

@@ -7,9 +7,12 @@ import glob
 import io
 import os
 import pickle
+import secrets
+import stat
 import sys
 import tempfile
-import time
+import zipfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,22 +20,53 @@ from typing import Any, BinaryIO
 
 import torch
 
+DAMAGED = (
+    RuntimeError,
+    ValueError,
+    EOFError,
+    LookupError,
+    AttributeError,
+    NotImplementedError,
+    zipfile.BadZipFile,
+    zlib.error,
+    pickle.UnpicklingError,
+)  # what reading a file of tensors that is none may end in
 PART = ".everlearn-part"  # how a file ends that is being written: nobody's own file is taken for one
 
 
-def write(path: Path, *content: bytes | memoryview, mode: int = 0o644) -> None:
-    """Write a file, of one piece or several, so that a killed process leaves the old one or the new one, never a part."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=PART)
+def write(path: Path, *content: bytes | memoryview, mode: int | None = None) -> None:
+    """Write a file, of one piece or several, so that a killed process leaves the old one or the new one, never a part.
+
+    Args:
+        path: the file.
+        content: its bytes.
+        mode: its permissions. By default those that ``open`` gives: a file that is there keeps its own, a new one has what
+            the umask of the process leaves.
+    """
+    with suppress(FileNotFoundError):
+        mode = stat.S_IMODE(path.stat().st_mode) & 0o777 if mode is None else mode
+    handle, temporary = _opened_beside(path, 0o666 if mode is None else mode)
     try:
         with os.fdopen(handle, "wb") as file:
+            if mode is not None:
+                os.chmod(temporary, mode)  # before there is anything to read in it
             file.writelines(content)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, mode)  # mkstemp's 0600 would hide results from colleagues
         os.replace(temporary, path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
+
+
+def _opened_beside(path: Path, mode: int) -> tuple[int, Path]:
+    """A new file beside one that shall be written; the umask, and what the folder says of its files, take from the mode."""
+    while True:
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{PART}")
+        with suppress(FileExistsError):
+            return os.open(
+                temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), mode
+            ), temporary
 
 
 def parts(path: Path) -> list[Path]:
@@ -42,47 +76,56 @@ def parts(path: Path) -> list[Path]:
 
 def save(state: Any, path: Path) -> Path:
     """Write tensors, numbers and dicts of them, for ``torch.load(path, weights_only=True)``, whole or not at all."""
-    torch.save(state, content := io.BytesIO())
+    content = io.BytesIO()
+    usual = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(True)  # ``load`` looks at them
+    try:
+        torch.save(state, content)
+    finally:
+        torch.serialization.set_crc32_options(usual)
     write(path, content.getvalue())
     return path
 
 
 def load(path: Path) -> Any:
-    """Read what ``save`` has written; anything else is refused by name, and nothing in it is executed."""
+    """Read what ``save`` has written; anything else is refused by name, and nothing in it is executed.
+
+    A bit that has turned since is found: every part of such a file has a checksum, which ``torch.load`` does not look at.
+    """
     try:
-        return torch.load(path, weights_only=True)
+        content = path.read_bytes()
+        with zipfile.ZipFile(io.BytesIO(content)) as packed:
+            if (damaged := packed.testzip()) is not None:
+                raise ValueError(f"the checksum of {damaged} is wrong")
+        return torch.load(io.BytesIO(content), weights_only=True)
     except FileNotFoundError:
         raise FileNotFoundError(f"There is no file {path}.") from None
-    except (RuntimeError, ValueError, EOFError, LookupError, AttributeError, pickle.UnpicklingError) as error:
+    except DAMAGED as error:
         raise ValueError(
             f"{path} is damaged, or no file of tensors and numbers ({type(error).__name__}): use an earlier copy of it."
         ) from None
 
 
 @contextmanager
-def locked(path: Path, stale: float = 60.0) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
     """Inside, no other process is inside for the same file: for reading, changing and writing it.
 
+    The lock, which lies beside the file, is the system's: it ends with its process and knows no clock.
+
     Args:
-        path: the file; the lock lies beside it.
-        stale: seconds after which a lock is taken to be that of a process that was killed.
+        path: the file.
     """
     lock = path.with_name(f".{path.name}.lock")
     while True:
-        try:
-            os.close(os.open(lock, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-            break
-        except FileExistsError:
+        with alone(lock, wait=True) as free:
+            if not free:
+                continue  # some systems give up waiting after a while
             try:
-                if time.time() - lock.stat().st_mtime > stale:
-                    lock.unlink(missing_ok=True)
-            except FileNotFoundError:
-                continue  # it was freed just now
-            time.sleep(0.02)
-    try:
-        yield
-    finally:
-        lock.unlink(missing_ok=True)
+                yield
+            finally:
+                with suppress(OSError):  # some systems keep what is open
+                    lock.unlink()
+            return
 
 
 @contextmanager

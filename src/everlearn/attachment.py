@@ -21,7 +21,7 @@ from everlearn.batch import Batch
 from everlearn.forward import ask
 from everlearn.likelihood import Categorical, Likelihood
 from everlearn.loops import Came, Seen, arrived, is_clipped, left_of, on_gradient, rows_compared, weights_of
-from everlearn.params import refuse_sharded
+from everlearn.params import refuse_meta, refuse_sharded
 
 if TYPE_CHECKING:
     from everlearn.method import Method
@@ -406,6 +406,7 @@ def _plain(optimizer: Any) -> Optimizer:
 
 def _check(method: Method, model: nn.Module, optimizer: Optimizer) -> None:
     """Refuse the loops whose steps no hook can serve."""
+    refuse_meta(model.parameters())
     if isinstance(optimizer, torch.optim.LBFGS):
         raise TypeError("LBFGS looks at the loss many times in a step: call the method's verbs in your own loop.")
     if any(type(thing).__module__.startswith("deepspeed") for thing in (optimizer, *model.modules())):

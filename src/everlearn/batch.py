@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from everlearn.data import Inputs
+from everlearn.data import Inputs, as_inputs
 from everlearn.likelihood import Categorical, Likelihood
 
 Transform = Callable[[Inputs], Inputs]
+NARROW = (torch.int32, torch.int16, torch.int8)  # which torch's losses do not take as classes
 
 
 @dataclass(slots=True)
@@ -39,6 +40,12 @@ class Batch:
     epoch: int = 0
     raw: Inputs | None = None
     transform: Transform | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.x, Tensor) and not all(isinstance(leaf, Tensor) for leaf in tree_leaves(self.x)):
+            self.x = as_inputs(self.x)
+        if self.y is not None and (not isinstance(self.y, Tensor) or self.y.dtype in NARROW):
+            self.y = self.likelihood.labels(as_inputs(self.y))
 
     def __len__(self) -> int:
         return len(self.x if isinstance(self.x, Tensor) else tree_leaves(self.x)[0])

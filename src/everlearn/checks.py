@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from typing import get_args
 
@@ -13,6 +14,7 @@ from everlearn.batch import Batch
 from everlearn.data import Arrays
 from everlearn.likelihood import Categorical
 from everlearn.method import Method
+from everlearn.params import refuse_meta
 from everlearn.stream import Split, Stream, Task
 
 
@@ -40,8 +42,8 @@ def check_settings(counts: dict[str, int | None], clip: float | None, precision:
         if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < 1:
             hint = "; to test a model without training it use evaluate()" if name == "epochs" else ""
             raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}{hint}.")
-    if clip is not None and not clip > 0:
-        raise ValueError(f"clip must be above 0, got {clip}; None for no clipping.")
+    if clip is not None and not 0 < clip < math.inf:
+        raise ValueError(f"clip must be above 0 and finite, got {clip}; None for no clipping.")
     if precision not in ("float32", "bfloat16"):
         raise ValueError(f"precision: got {precision!r}, allowed: 'float32', 'bfloat16'.")
 
@@ -66,7 +68,8 @@ def check_task(task: Task) -> None:
 
 
 def check_first_batch(task: Task, batch: Batch, parameters: list[nn.Parameter]) -> None:
-    """Refuse inputs of another dtype than the model's weights, once per task."""
+    """Refuse a model without values and inputs of another dtype than its weights, once per task."""
+    refuse_meta(parameters)
     weights = {p.dtype for p in parameters if p.is_floating_point()}
     for x in tree_leaves(batch.x):
         if isinstance(x, Tensor) and x.is_floating_point() and weights and x.dtype not in weights:
@@ -114,7 +117,7 @@ def explain_error(error: Exception, task: Task, batch: Batch, first: bool) -> Ex
 
 
 def explain_loss(value: float, task: Task, step: int, batch: Batch, model: nn.Module) -> str:
-    """Say where the loss stopped being a number, and what is to blame; epochs count from 0, steps from 1."""
+    """Say where the loss stopped being a number, and what is to blame; epochs and steps count from 1."""
     rows = batch.allowed_rows
     if _broken(batch.x):
         cure = f"{_blame(task)}has NaN or infinite inputs: clean the data"
@@ -128,7 +131,7 @@ def explain_loss(value: float, task: Task, step: int, batch: Batch, model: nn.Mo
         cure = "the weights are no longer finite since the step before: lower the learning rate or the strength of the method, or clip gradients"
     else:
         cure = "lower the learning rate or the strength of the method, or clip gradients; the parameters are those before this step"
-    return f"The loss is {value} in {task}, epoch {batch.epoch}, step {step}: {cure}."
+    return f"The loss is {value} in {task}, epoch {batch.epoch + 1}, step {step}: {cure}."
 
 
 def _named(rows: Tensor, y: Tensor) -> bool:

@@ -222,7 +222,9 @@ def as_source(data: Any, workers: int = 0) -> Source:
             "A list of two arrays of one kind may be a pair (x, y) or two batches: give a tuple for a pair, iter(…) for batches."
         )
     if isinstance(data, (tuple, list)) and len(data) == 2 and _are_labels(data[1]):
-        return Arrays(tree_map(_tensor, data[0]), _tensor(data[1]))
+        return Arrays(as_inputs(data[0]), _tensor(data[1]))
+    if isinstance(data, list) and data and isinstance(data[0], list) and _are_labels(data[0]):  # rows of numbers
+        return Arrays(_tensor(data))
     if isinstance(data, Iterable) and not isinstance(data, (str, bytes, Mapping)):
         return Batches(data)
     raise TypeError(
@@ -272,16 +274,15 @@ def as_rows(batch: Any, marked: bool = False) -> Rows:
     """
     if isinstance(batch, Mapping):
         labels = batch.get("labels")
-        x = {name: _tensor(v) for name, v in batch.items() if name != "labels"}
-        return x, None if labels is None else _tensor(labels), None
+        return as_inputs(inputs_alone(batch)), None if labels is None else _tensor(labels), None
     if isinstance(batch, (tuple, list)) and len(batch) == 2 + marked:
         x, y, *t = batch
         labels = _tensor(y)
         if not labels.dim():
             raise TypeError("The data come one example at a time, not in batches: give the DataLoader a batch_size.")
-        return tree_map(_tensor, x), labels, _tensor(t[0]) if t else None
+        return as_inputs(x), labels, _tensor(t[0]) if t else None
     if isinstance(batch, (tuple, list)) and len(batch) == 1:  # inputs alone, as a TensorDataset gives them
-        return tree_map(_tensor, batch[0]), None, None
+        return as_inputs(batch[0]), None, None
     if isinstance(batch, (Tensor, np.ndarray)):
         return _tensor(batch), None, None
     kind = f"{len(batch)} parts" if isinstance(batch, (tuple, list)) else f"a {type(batch).__name__}"
@@ -310,6 +311,28 @@ def renumber(values: Tensor, mapping: Mapping[int, int], kind: str = "label") ->
     return torch.where(found, numbers[index], values)
 
 
+def as_inputs(x: Any) -> Inputs:
+    """Inputs as tensors: arrays and lists of numbers are converted, a dict or tuple of them each for itself.
+
+    >>> as_inputs(([[1.0, 2.0]], np.zeros((1, 3), int)))
+    (tensor([[1., 2.]]), tensor([[0, 0, 0]]))
+    """
+    if isinstance(x, Tensor):
+        return x
+    if isinstance(x, Mapping):
+        return {name: as_inputs(v) for name, v in x.items()}
+    if isinstance(x, (tuple, list)) and not _are_numbers(x):
+        return type(x)(map(as_inputs, x)) if type(x) in (tuple, list) else tree_map(_tensor, x)
+    return _tensor(x)
+
+
+def _are_numbers(value: Any) -> bool:
+    """Whether it is a list of numbers, or of such lists, by its first entry."""
+    while isinstance(value, (list, tuple)) and len(value):
+        value = value[0]
+    return isinstance(value, Real)
+
+
 def _are_alike(a: Any, b: Any) -> bool:
     """Whether the second could as well be more inputs."""
     arrays = all(isinstance(v, (Tensor, np.ndarray)) and len(v.shape) > 1 for v in (a, b))
@@ -330,6 +353,6 @@ def _tensor(value: Any) -> Tensor:
         tensor = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(
-            f"Data and labels must be numbers, got {type(value).__name__} of others: number the classes."
+            f"Data and labels must be numbers, in rows of one length; got a {type(value).__name__} of others: number the classes, pad rows."
         ) from None
     return tensor.to(torch.get_default_dtype()) if tensor.dtype == torch.float64 else tensor

@@ -20,7 +20,7 @@ def ask(model: nn.Module, x: Any, state: Params | None = None) -> Tensor:
 
     Args:
         model: any module.
-        x: its inputs: a tensor; a dict, which is spread over the model's arguments if it names them; or a tuple, which is
+        x: its inputs: a tensor; a dict, which is spread over the model's arguments if it names them; or a tuple or list, which is
             spread if the model cannot be called with fewer inputs.
         state: parameters and buffers to call it with instead of its own, by name.
     """
@@ -39,7 +39,7 @@ def arguments(model: nn.Module, x: Any) -> tuple[tuple[Any, ...], dict[str, Any]
     """
     if isinstance(x, Mapping) and x and all(isinstance(key, str) for key in x):
         return ((), dict(x)) if _takes_names(model, set(x)) else ((x,), {})
-    if isinstance(x, tuple) and len(x) > 1:
+    if isinstance(x, (tuple, list)) and len(x) > 1:  # a DataLoader makes lists of tuples
         return (tuple(x), {}) if _takes_several(model, len(x)) else ((x,), {})
     return (x,), {}
 

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,8 @@ class Isolation(Method):
         unknown: where that is not known: "confident", the sub-network that is surest of its answer (its largest probability
             over the outputs its task had), example by example, a heuristic that is often wrong; or "raise".
     """
+
+    deployable: ClassVar[bool] = False  # the weights alone are the last task's sub-network
 
     unknown: Literal["confident", "raise"] = field(default="confident", kw_only=True)
 

@@ -12,10 +12,12 @@ from torch.optim import Optimizer
 
 from everlearn.attachment import Attachment
 from everlearn.batch import Batch
+from everlearn.data import as_inputs
 from everlearn.fields import check_field
 from everlearn.forward import ask, check_next_tokens
 from everlearn.likelihood import Likelihood
 from everlearn.params import evaluating
+from everlearn.running_statistics import warn_if_statistics_move
 from everlearn.stream import SCENARIOS
 from everlearn.traits import Traits
 
@@ -43,6 +45,9 @@ class Method:
     Hyper-parameters are the dataclass fields, stored unchanged, so ``repr(method)`` is its configuration. State is what
     is not a field: tensors, numbers and dicts of them, set in ``__post_init__``; a leading underscore marks what is
     passing and not saved. A method never sees the trainer, the optimizer or the scenario.
+
+    A method whose knowledge is not in the model's weights alone (hooks on the model, a sub-network per task, added units,
+    a ``predict`` of its own) states ``deployable = False``: ``update``, which deploys weights, refuses it.
     """
 
     traits: ClassVar[Traits] = Traits(
@@ -55,8 +60,11 @@ class Method:
         weak=dict.fromkeys(SCENARIOS, "does nothing against forgetting: the lower bound of every comparison"),
     )
 
+    deployable: ClassVar[bool] = True  # whether a plain model with the same weights answers as ``predict`` does
+
     _owes = False  # a penalty's gradient, since a loss that was taken without it
     _checked_outputs = False
+    _checked_statistics = False
     _attached = cast("Attachment | None", None)  # what speaks the verbs in a loop that does not
 
     def __post_init__(self) -> None:
@@ -105,7 +113,7 @@ class Method:
     def predict(self, model: nn.Module, x: Any, task: Tensor | None = None) -> Tensor:
         """Outputs at test time, in evaluation mode; ``task`` holds each example's where known. [at most one may replace it]"""
         with evaluating(model):
-            return ask(model, x)
+            return ask(model, as_inputs(x))
 
     # Given.
 
@@ -171,6 +179,11 @@ class Method:
         known = _nearest(self, "penalty_gradient") <= _nearest(self, "penalty")
         return known or not self.changes("penalty")
 
+    def _check_statistics(self, model: nn.Module) -> None:
+        """Warn once, after a forward pass of a later task, of running statistics that the method does not protect."""
+        if not self._checked_statistics:
+            self._checked_statistics = warn_if_statistics_move(model, type(self).__name__)
+
     def parameters(self) -> Iterable[nn.Parameter]:
         """Trainable tensors of the method itself; most have none."""
         return ()
@@ -218,7 +231,7 @@ class Chain(Method):
 
     >>> from everlearn import Freeze, LwF
     >>> LwF(strength=0.5) + Freeze()
-    LwF(strength=0.5, temperature=2.0, refuse_new=False, warmup=0, output=None) + Freeze(output=None)
+    LwF(strength=0.5, temperature=2.0, refuse_new=False, warmup=0, output=None) + Freeze(what='features', output=None)
     """
 
     def __init__(self, *methods: Method) -> None:
@@ -242,6 +255,11 @@ class Chain(Method):
     def changes(self, verb: str) -> bool:
         """Whether any of them does."""
         return any(m.changes(verb) for m in self.methods)
+
+    @property
+    def deployable(self) -> bool:  # type: ignore[override]
+        """Whether all of them are."""
+        return all(m.deployable for m in self.methods)
 
     @property
     def of_parameters(self) -> bool:

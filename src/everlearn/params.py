@@ -146,6 +146,15 @@ def refuse_sharded(parameters: Iterable[Tensor], who: str) -> None:
         )
 
 
+def refuse_meta(tensors: Iterable[Tensor]) -> None:
+    """Say so where a model has shapes only."""
+    if any(v.is_meta for v in tensors):
+        raise ValueError(
+            "The model is on the meta device, where parameters have shapes but no values: model.to_empty(device=…) and load its "
+            "weights, or build it outside torch.device('meta')."
+        )
+
+
 def sharded_like(tensor: Tensor, parameter: Tensor) -> Tensor:
     """This process's share of a tensor that it has whole, where the parameter is sharded."""
     if not is_sharded(parameter) or is_sharded(tensor):
@@ -189,6 +198,7 @@ def squared_size(tensor: Tensor) -> Tensor:
 
 def check_finite(parameters: Mapping[str, Tensor]) -> None:
     """Nothing can be remembered at a place that is no number."""
+    refuse_meta(parameters.values())
     if not all(v.isfinite().all() for v in parameters.values()):
         raise FloatingPointError(
             "The weights are no longer finite: lower the learning rate or the strength of the method, or clip gradients."

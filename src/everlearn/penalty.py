@@ -20,6 +20,7 @@ from everlearn.params import (
     matching,
     named,
     named_with_frozen,
+    refuse_meta,
     remembered,
     sharded_like,
 )
@@ -65,7 +66,10 @@ class QuadraticPenalty(Method):
         """The pull back to θ*; nothing before the first task has ended."""
         if self.frozen:
             self._notice_thawed(named(model))
-        return self._noted(self._holding()(model)) if self.bowl.anchor else 0.0
+        if not self.bowl.anchor:
+            return 0.0
+        self._check_statistics(model)
+        return self._noted(self._holding()(model))
 
     def penalty_gradient(self, model: nn.Module) -> None:
         """The pull without its height and without a graph."""
@@ -73,6 +77,7 @@ class QuadraticPenalty(Method):
         if self.frozen:
             self._notice_thawed(parameters)
         if self.bowl.anchor:
+            self._check_statistics(model)
             self._holding().pull(model, parameters)
 
     def before_step(self, model: nn.Module) -> None:
@@ -150,6 +155,7 @@ class QuadraticPenalty(Method):
                 f"{type(importance).__name__}."
             )
         parameters, known = named(model), named_with_frozen(model)
+        refuse_meta(known.values())
         if any(map(is_sharded, known.values())):
             form = _sharded(form, known)
         weights = matching(known, self.only)

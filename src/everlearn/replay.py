@@ -67,6 +67,11 @@ class Replay(Method):
         elif rows.any():
             self.memory.add(**self.columns(batch[rows], out[rows]))
 
+    def after_step(self, model: nn.Module) -> None:
+        """Check once whether the layers' running statistics follow a later task."""
+        if self.tasks:
+            self._check_statistics(model)
+
     def end_task(self, model: nn.Module, task: Any) -> None:
         """Tasks without a number are counted."""
         if not self.memory.seen:

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from everlearn import atomic, metrics
+from everlearn import atomic, metrics, result_format
 from everlearn.distributed import world
-
-FORMAT = 1
+from everlearn.escaping import printable
+from everlearn.result_format import FORMAT, measured, storable
 
 
 @dataclass(eq=False, repr=False)
@@ -116,7 +116,7 @@ class Result:
         average = amount(self.average_accuracy, name)
         if abs(self.overall_accuracy - self.average_accuracy) >= 0.01 and name == "accuracy":  # tasks differ in size
             average += f" over tasks ({amount(self.overall_accuracy, name)} over all test examples)"
-        return f"{c['method']} ({where}): average {name} {average}{forgot}, {self.seconds:.1f} s"
+        return printable(f"{c['method']} ({where}): average {name} {average}{forgot}, {self.seconds:.1f} s")
 
     __repr__ = __str__
 
@@ -130,33 +130,27 @@ class Result:
         """The file's bytes."""
         content = {
             "format": FORMAT,
-            "config": self.config,
-            "accuracy": [[None if np.isnan(v) else v for v in row] for row in self.accuracy.tolist()],
-            "initial": self.initial,
-            "examples": self.examples,
-            "cost": self.cost,
-            "made": self.made,
+            "config": storable(self.config),
+            "accuracy": measured(self.accuracy),
+            "initial": measured(self.initial),
+            "examples": measured(self.examples),
+            "cost": measured(self.cost),
+            "made": storable(self.made),
         }
-        return json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False).encode()
+        return json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False).encode(errors="backslashreplace")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Result:
         """Read one result; a file that is not a whole one is refused by name."""
         try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
-            accuracy = np.array(content["accuracy"], dtype=np.float64)
-            named = {"method", "fingerprints"} <= set(content["config"])
-            kinds = isinstance(content["cost"], dict) and isinstance(content["made"], dict)
-            if content["format"] != FORMAT or accuracy.ndim != 2 or not accuracy.size or not (named and kinds):
-                raise ValueError("unknown format")
-            examples = content.get("examples", [])  # older files have none
-            if examples:
-                metrics.overall_accuracy(accuracy, examples)
-            return cls(accuracy, content["config"], content["initial"], content["cost"], content["made"], examples)
-        except (ValueError, KeyError, TypeError, UnicodeDecodeError) as error:
+            content = result_format.read(Path(path))
+        except ValueError as error:
             raise ValueError(
-                f"{path} is not a whole Everlearn result ({type(error).__name__}: {error}): move it away; a run is done again."
+                f"{path} is not a whole Everlearn result ({error}): move it away; a run is done again."
             ) from None
+        accuracy = np.array(content["accuracy"], dtype=np.float64)
+        initial = [float("nan") if value is None else value for value in content["initial"]]
+        return cls(accuracy, content["config"], initial, content["cost"], content["made"], content.get("examples", []))
 
 
 def load(folder: str | os.PathLike[str]) -> list[Result]:
@@ -221,12 +215,30 @@ def version(package: str = "everlearn") -> str | None:
 
 @cache
 def _commit(folder: str) -> str | None:
+    """The commit of a folder, which may be anybody's repository: what its settings would have git run is switched off."""
+    settings = {"core.fsmonitor": "false", "core.hooksPath": os.devnull}
+    quiet = {
+        "GIT_OPTIONAL_LOCKS": "0",
+        "GIT_ALLOW_PROTOCOL": "",
+        "GIT_TERMINAL_PROMPT": "0",
+    }  # nothing written, nothing fetched
+
     def git(*arguments: str) -> str:
+        given = {f"GIT_CONFIG_KEY_{i}": name for i, name in enumerate(settings)}
+        given |= {f"GIT_CONFIG_VALUE_{i}": value for i, value in enumerate(settings.values())}
+        environment = {**os.environ, **quiet, **given, "GIT_CONFIG_COUNT": str(len(settings))}
+        command = ["git", "-C", folder, *arguments]
         return subprocess.run(
-            ["git", "-C", folder, *arguments], capture_output=True, text=True, check=True, timeout=10
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True, timeout=10, env=environment
         ).stdout.strip()
 
     try:
-        return git("rev-parse", "HEAD") + (" (changed)" if git("status", "--porcelain", "--untracked-files=no") else "")
+        commit = git("rev-parse", "HEAD")
+        for name in git("config", "--list", "--name-only", "-z").split("\0"):
+            if name.startswith("filter.") and name.endswith((".clean", ".process")):
+                settings[name] = ""
+                settings[f"{name.rpartition('.')[0]}.required"] = "false"
+        changed = git("status", "--porcelain", "--untracked-files=no", "--ignore-submodules=all")
+        return commit + (" (changed)" if changed else "")
     except (OSError, subprocess.SubprocessError):
         return None  # no git, or not a repository: a result without a commit is still a result

@@ -129,7 +129,7 @@ class Task:
                 yield batch
                 served += 1
             if not served:
-                again = f" in epoch {epoch}; a generator can be read once only: give a list or a DataLoader."
+                again = f" in epoch {epoch + 1}; a generator can be read once only: give a list or a DataLoader."
                 raise ValueError(f"{self} has no examples to train on" + (again if epoch else "."))
 
     def examples(

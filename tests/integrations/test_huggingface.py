@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from everlearn import DER, ER, EWC, HAT, MAS, SI, Batch, Categorical, DERpp, Gaussian, LwF, Method, PackNet
+from everlearn import DER, ER, EWC, HAT, L2, MAS, SI, Batch, Categorical, DERpp, Gaussian, LwF, Method, PackNet
 from everlearn.stream import as_task
 
 transformers = pytest.importorskip("transformers")
@@ -327,3 +327,43 @@ def test_what_the_trainer_has_no_place_for_and_a_lost_state_are_told(tasks, tmp_
     with pytest.raises(FileNotFoundError, match=r"Continual\(method, checkpoint=…\)"):
         resumed()
     resumed(checkpoint=tmp_path)
+
+
+@pytest.mark.parametrize("name", ["ewc", "mas", "si", "l2", "lwf"])
+def test_a_loop_of_one_s_own_takes_loaders_of_dicts(name, tasks):
+    """Batches as the model takes them, its own loss, and methods that call it as it is called; against the wrapped model."""
+    from everlearn.integrations.huggingface import Outputs
+
+    ends = []
+    for wrapped in (False, True):
+        bert, method = tiny(), {**METHODS, "l2": L2}[name]()
+        model = Outputs(bert) if wrapped else bert
+        for task in tasks:
+            loader = torch.utils.data.DataLoader(task, 8)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            method.begin_task(model, loader)
+            for batch in loader:
+                answer = bert(**batch)
+                loss = answer.loss + method.penalty(model, batch, answer.logits)
+                optimizer.zero_grad()
+                loss.backward()
+                method.before_step(model)
+                optimizer.step()
+                method.after_step(model)
+            method.end_task(model, loader)
+        ends.append(weights(bert))
+    torch.testing.assert_close(*ends)
+
+
+def test_a_causal_model_s_labels_are_shifted_by_pairs():
+    from everlearn.integrations.huggingface import Pairs
+
+    shape = transformers.GPT2Config(vocab_size=9, n_embd=4, n_layer=1, n_head=2, n_positions=8, use_cache=False)
+    model, tokens = transformers.GPT2LMHeadModel(shape).double().eval(), torch.randint(9, (4, 6))
+    loader = [{"input_ids": tokens, "labels": tokens}]
+    with pytest.raises(ValueError, match="GPT2LMHeadModel are its own inputs"):
+        EWC(labels="true").end_task(model, loader)
+    ((x, y),) = Pairs(loader, model)
+    own = model(input_ids=tokens, labels=tokens).loss  # in single precision
+    torch.testing.assert_close(Method().loss(model, Batch(x, y)), own, check_dtype=False)
+    EWC(labels="true").end_task(model, Pairs(loader, model))

@@ -25,6 +25,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         server = self.server
         server.asked.append(self.headers.get("Range"))
+        if self.path in server.sends_on:
+            self.send_response(302)
+            self.send_header("Location", server.sends_on[self.path])
+            return self.end_headers()
         whole = server.files.get(self.path)
         if whole is None:
             return self.send_error(404)
@@ -52,7 +56,7 @@ def server(monkeypatch):
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.files, server.asked, server.breaks = {"/a.bin": CONTENT}, [], []
-    server.ranges, server.announces, server.shift = True, True, 0
+    server.ranges, server.announces, server.shift, server.sends_on = True, True, 0, {}
     server.url = f"http://127.0.0.1:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
@@ -164,6 +168,26 @@ def test_what_cannot_be_got(server, file, tmp_path):
         fetch(replace(file, url="http://127.0.0.1:9/a.bin"), tmp_path / "a.bin")
     with pytest.raises(ValueError, match="from http:// and https:// addresses only, got 'file:///etc/passwd'"):
         fetch(replace(file, url="file:///etc/passwd"), tmp_path / "a.bin")
+
+
+def test_plain_http_needs_a_checksum(server, file, tmp_path, monkeypatch):
+    with pytest.raises(
+        ValueError, match=r"a.bin comes from http://example.org/a.bin, which is not encrypted, and has no"
+    ):
+        fetch(replace(file, url="http://example.org/a.bin", md5=None, size=len(CONTENT)), tmp_path / "a.bin")
+    monkeypatch.setattr("everlearn.sources.download.THIS_MACHINE", ())
+    fetch(file, tmp_path / "a.bin")
+    assert (tmp_path / "a.bin").read_bytes() == CONTENT
+
+
+def test_being_sent_on_to_plain_http_needs_a_checksum_too(server, file, tmp_path, monkeypatch):
+    monkeypatch.setattr("everlearn.sources.download.THIS_MACHINE", ("localhost",))
+    server.sends_on = {"/moved.bin": f"{server.url}/a.bin"}
+    moved = f"{server.url}/moved.bin".replace("127.0.0.1", "localhost")
+    with pytest.raises(ValueError, match=r"comes from http://127.0.0.1:\d+/a.bin, which is not encrypted"):
+        fetch(replace(file, url=moved, md5=None), tmp_path / "b.bin")
+    assert not (tmp_path / "b.bin").exists()
+    fetch(replace(file, url=moved), tmp_path / "b.bin")
 
 
 @pytest.fixture

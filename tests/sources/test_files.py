@@ -33,6 +33,29 @@ def test_damaged_idx_files(content, tmp_path):
             read_idx(tmp_path / name)
 
 
+def test_a_gzip_file_is_not_unpacked_beyond_what_it_announces(tmp_path, monkeypatch):
+    import gzip
+
+    announced = idx(np.zeros(100, np.uint8), 8)
+    (tmp_path / "a.gz").write_bytes(gzip.compress(announced + bytes(2**27)))
+    taken, read = [], gzip.GzipFile.read
+
+    def counted(self, size=-1):
+        content = read(self, size)
+        taken.append(len(content))
+        return content
+
+    monkeypatch.setattr(gzip.GzipFile, "read", counted)
+    with pytest.raises(ValueError, match="is not an idx file, or is damaged"):
+        read_idx(tmp_path / "a.gz")
+    assert sum(taken) < 200
+    (tmp_path / "b.gz").write_bytes(gzip.compress(bytes([0, 0, 8, 2, *[255] * 8])))
+    with pytest.raises(
+        ValueError, match="unpacks to 18,446,744,065,119,617,025 bytes, but this machine has a memory of"
+    ):
+        read_idx(tmp_path / "b.gz")
+
+
 @pytest.fixture
 def signed(tmp_path, monkeypatch):
     """A small MNIST whose checksums are taken for the published ones."""
@@ -128,6 +151,7 @@ def test_every_row_says_where_it_comes_from():
             for file in (*layout.files, *layout.archives):
                 assert file.md5 is None or len(file.md5) == 32
                 assert file.url == "" or (file.url.startswith("http") and (file.md5 or file.size)), "verified when got"
+                assert file.md5 or not file.url.startswith("http:"), "nobody on the way can exchange it"
     assert set(sources.__all__) <= set(vars(sources))
 
 

@@ -109,6 +109,29 @@ class TestNpz:
         with pytest.raises(ValueError, match="1 of 3 labels are not finite numbers"):
             npz(tmp_path / "a.npz")
 
+    def test_arrays_that_nobody_asked_for_are_not_unpacked(self, tmp_path, monkeypatch):
+        x, y = np.random.rand(10, 3), np.arange(10) % 2
+        np.savez_compressed(tmp_path / "a.npz", x=x, y=y, unused=np.zeros(2**24, np.uint8), objects=np.array([{}]))
+        read = np.lib.format.read_array
+        sizes = []
+
+        def counted(*given, **settings):
+            sizes.append((array := read(*given, **settings)).nbytes)
+            return array
+
+        monkeypatch.setattr(np.lib.format, "read_array", counted)
+        assert len(npz(tmp_path / "a.npz")[0][0]) == 8
+        assert sorted(sizes) == [80, 240]
+
+    def test_a_small_file_that_unpacks_to_more_than_there_is(self, tmp_path, monkeypatch):
+        np.savez_compressed(tmp_path / "a.npz", x=np.zeros((2**20, 8)), y=np.zeros(2**20, np.int64))
+        assert (tmp_path / "a.npz").stat().st_size < 2**17
+        monkeypatch.setattr("everlearn.sources.limits.memory", lambda: 2**25)
+        with pytest.raises(
+            ValueError, match=r"unpacks to 75,\d+,\d+ bytes, but this machine has a memory of 33,554,432"
+        ):
+            npz(tmp_path / "a.npz")
+
     def test_what_is_no_npz(self, tmp_path):
         with pytest.raises(FileNotFoundError, match="There is no file"):
             npz(tmp_path / "a.npz")
@@ -171,7 +194,7 @@ class TestTable:
         [
             ("a,b\n1,2\n1\n", "row 3: 1 cells, but 2 columns"),
             ("a,b\n1,\n", "row 2: the cell 'b' is empty"),
-            ("a,a\n1,2\n", "each once; got 'a,a'"),
+            ("a,a\n1,2\n", "each once; got 'a' more than once"),
             ("", "must begin with a line of column names"),
             ("a,b\n", "nothing to learn from: 1 columns, 0 rows"),
             ("b\n1\n", "has no column 'a'; it has b"),

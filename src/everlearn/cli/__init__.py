@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sys
 
+from everlearn.stdio import output_error, survive_closed_streams
+
 __all__ = ["main"]
 
 
 def main() -> None:
     """Run the command given on the command line and exit with its code."""
+    survive_closed_streams()  # what a command does is its product, whoever reads of it
     try:
         import cyclopts  # noqa: F401
         import pydantic  # noqa: F401
@@ -22,4 +25,8 @@ def main() -> None:
     from everlearn.cli.app import start
     from everlearn.cli.together import together
 
-    raise SystemExit(together(lambda: start(sys.argv[1:])))
+    code = together(lambda: start(sys.argv[1:]))
+    if (error := output_error()) is not None:
+        print(f"everlearn: What is told here could not be written ({error.strerror}).", file=sys.stderr)
+        code = code or 1
+    raise SystemExit(code)

@@ -44,7 +44,7 @@ SCENARIO: dict[Scenario, str] = {
 class Answers(BaseModel):
     """The options of ``everlearn advise``; None is for what does not matter."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     scenario: Scenario | None = Field(
         None,

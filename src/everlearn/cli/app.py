@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -24,6 +23,7 @@ from everlearn.cli.reproduce import reproduce as reproduction
 from everlearn.cli.tune import Trials, Tuning, tuned
 from everlearn.cli.update import Updating, give_update
 from everlearn.cli.workers import outcomes
+from everlearn.escaping import printable, printable_lines
 from everlearn.methods import METHODS
 from everlearn.report.files import Format, write
 from everlearn.report.serve import server
@@ -44,7 +44,7 @@ app = App(
 class Comparison(BaseModel):
     """The options of ``everlearn compare``."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     methods: str = Field("all", description="Methods, separated by commas, or 'all'.")
     scenario: str = Field("all", description="Any of task, domain, class, separated by commas, or 'all'.")
@@ -198,9 +198,8 @@ def report(folder: Path, *, format: Format = "html", out: Path | None = None) ->
     for path in files(folder):
         try:
             whole.append(Result.load(path))
-        except ValueError as error:
-            print(f"everlearn: {error}", file=sys.stderr)
-            code = 1
+        except (ValueError, OSError) as error:
+            code = _complain(str(error), 1)
     if whole:
         print(table(whole))
     if whole and format != "text":
@@ -218,7 +217,7 @@ def watch(folder: Path, *, port: int = 0, refresh: Annotated[int, Field(ge=1)] =
         refresh: Seconds after which the page loads itself again.
     """
     with server(folder, port, refresh) as page:
-        print(f"The report of {folder} is at http://127.0.0.1:{page.server_port}/ (Ctrl-C to end).", flush=True)
+        print(f"The report of {printable(str(folder))} is at {page.url} (Ctrl-C to end).", flush=True)
         try:
             page.serve_forever()
         except KeyboardInterrupt:
@@ -258,9 +257,6 @@ def start(arguments: Sequence[str]) -> int:
         return _complain(explain(error), 2)
     except UsageError as error:
         return _complain(str(error), 2)
-    except BrokenPipeError:  # whoever reads has seen enough, as 'head' has
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes
-        return 0
     except (OSError, ValueError, TypeError, ImportError) as error:
         return _complain(str(error), 1)
     except KeyboardInterrupt:
@@ -278,17 +274,17 @@ def _run_all(todo: list[Cell], plan: Plan, force: bool, talk: bool) -> tuple[int
             if isinstance(outcome, Exception):
                 why = str(outcome) if str(outcome) not in failures else "as above."
                 failures.add(str(outcome))
-                bar.write(f"everlearn: {todo[i]} failed: {why}", file=sys.stderr)
+                bar.write(printable_lines(f"everlearn: {todo[i]} failed: {why}"), file=sys.stderr)
                 continue
             done[i] = outcome
             if talk:
                 gone_on = f" (gone on with from {where})" if (where := outcome.made.get("gone_on_from")) else ""
-                note = " (read)" if outcome.made["time"] < started else gone_on
+                note = " (read)" if outcome.made.get("time", "") < started else gone_on
                 bar.write(f"[{ended}/{len(todo)}]{note} {outcome}", file=sys.stdout)
                 sys.stdout.flush()
     return (0 if len(done) == len(todo) else 1), [done[i] for i in sorted(done)]
 
 
 def _complain(message: str, code: int) -> int:
-    print(f"everlearn: {message}", file=sys.stderr)
+    print(printable_lines(f"everlearn: {message}"), file=sys.stderr)
     return code

@@ -35,12 +35,13 @@ class Lines:
 
     def start(self, config: Mapping[str, Any]) -> None:
         """Look at the clock."""
-        self._config, self._loss = config, float("nan")
+        self._config, self._loss = config, ""
         self._begun = self._last = time.monotonic()
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
         """A line after a task."""
-        self._loss = numbers.get("loss", self._loss)
+        if "loss" in numbers:
+            self._loss = f"loss {numbers['loss']:.3g}, "  # told every few steps: a short task may have none
         now, done = time.monotonic(), int(numbers.get("tasks learned", 0))
         if not done or now - self._last < self.pause:
             return
@@ -48,7 +49,7 @@ class Lines:
         self._last = now
         print(
             f"{c['method']} ({c['stream']['name']}, {c['scenario']}-incremental, seed {c['seed']}): task {done} of {tasks}, "
-            f"loss {self._loss:.3g}, so far {amount(numbers['accuracy/so far'], c['score'])}, {spent:.0f} s, "
+            f"{self._loss}so far {amount(numbers['accuracy/so far'], c['score'])}, {spent:.0f} s, "
             f"about {spent / done * (tasks - done):.0f} s left",
             file=sys.stderr,
             flush=True,

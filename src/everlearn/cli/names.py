@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from functools import reduce
@@ -16,10 +17,41 @@ from everlearn.method import Method
 from everlearn.methods import METHODS
 
 T = TypeVar("T")
+MOST_CHARACTERS = 2**18  # of a YAML text; a plan has a few hundred
+MOST_VALUES = 10_000  # that it stands for
 
 
 class UsageError(Exception):
     """Something typed wrongly; its message is the answer."""
+
+
+def parse_yaml(text: str) -> Any:
+    """What a YAML text says, if it is of the size of something that people write.
+
+    A few lines of YAML whose aliases name each other can stand for more than any memory holds.
+
+    >>> parse_yaml("{a: &x [1, 2], b: *x}")
+    {'a': [1, 2], 'b': [1, 2]}
+    """
+    if len(text) > MOST_CHARACTERS:
+        raise yaml.YAMLError(f"it has {len(text):,} characters, allowed: {MOST_CHARACTERS:,}")
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        if node is not None and _values(node, {}) > MOST_VALUES:
+            raise yaml.YAMLError(f"its aliases stand for more than {MOST_VALUES:,} values: write them out")
+        return yaml.safe_load(text)
+    except RecursionError:
+        raise yaml.YAMLError("its lists are nested too deeply") from None
+
+
+def _values(node: yaml.Node, known: dict[int, float]) -> float:
+    """How many values a node stands for once its aliases are written out; one that is part of itself has no end."""
+    if id(node) not in known:
+        known[id(node)] = math.inf
+        inner = node.value if isinstance(node, yaml.CollectionNode) else []
+        parts = [part for entry in inner for part in (entry if isinstance(entry, tuple) else (entry,))]
+        known[id(node)] = 1 + sum(_values(part, known) for part in parts)
+    return known[id(node)]
 
 
 def look_up(kind: str, name: str, table: Mapping[str, T]) -> T:
@@ -51,7 +83,7 @@ def make_method(expression: str, settings: Mapping[str, Mapping[str, Any]]) -> M
     """A method from its name, or a chain from names joined by ``+``, with the settings of each.
 
     >>> make_method("lwf+freeze", {"lwf": {"strength": "30"}})
-    LwF(strength=30.0, temperature=2.0, refuse_new=False, warmup=0, output=None) + Freeze(output=None)
+    LwF(strength=30.0, temperature=2.0, refuse_new=False, warmup=0, output=None) + Freeze(what='features', output=None)
     """
     return reduce(add, [_make_one(name.strip(), settings) for name in expression.split("+")])
 
@@ -101,7 +133,7 @@ def field_value(method: str, field: str, value: Any, hint: Any) -> Any:
         if isinstance(value, str) and value.lower() in ("none", "null") and value not in get_args(hint):
             return TypeAdapter(hint).validate_python(None)
         if isinstance(value, str) and value.startswith(("[", "(", "{")):  # a value per task, or patterns with weights
-            opened = yaml.safe_load(value.replace("(", "[").replace(")", "]"))
+            opened = parse_yaml(value.replace("(", "[").replace(")", "]"))
             return TypeAdapter(hint).validate_python(tuple(opened) if isinstance(opened, list) else opened)
         return TypeAdapter(hint).validate_python(value)
     except yaml.YAMLError:

@@ -16,7 +16,17 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from torch import nn
 
 from everlearn.cli.live import listeners
-from everlearn.cli.names import UsageError, did_you_mean, explain, look_up, make_method, parse_settings, words
+from everlearn.cli.names import (
+    MOST_CHARACTERS,
+    UsageError,
+    did_you_mean,
+    explain,
+    look_up,
+    make_method,
+    parse_settings,
+    parse_yaml,
+    words,
+)
 from everlearn.method import Method, label
 from everlearn.nets import NETS
 from everlearn.results import Result
@@ -36,7 +46,7 @@ OPTIMIZERS = {
 class Plan(BaseModel):
     """Streams × scenarios × methods × seeds, and how each is trained."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     stream: str = Field("digits", description="Streams, separated by commas; 'everlearn list' names them.")
     scenario: str = Field("class", description="Any of task, domain, class, separated by commas, or 'all'.")
@@ -52,7 +62,7 @@ class Plan(BaseModel):
     hidden: str = Field("400,400", description="Widths of the hidden layers (mlp only).")
     init: Literal["torch", "xavier"] = Field("torch", description="First weights (mlp only).")
     optimizer: Literal["sgd", "adam", "adamw", "rmsprop"] = Field("adam", description="The optimizer.")
-    lr: float = Field(0.001, gt=0, allow_inf_nan=False, description="Its learning rate.")
+    lr: float = Field(0.001, gt=0, description="Its learning rate.")
     momentum: float = Field(0.0, ge=0, description="Its momentum (sgd and rmsprop).")
     weight_decay: float = Field(0.0, ge=0, description="Its weight decay.")
     keep_optimizer: bool = Field(False, description="Keep the optimizer between tasks instead of making a fresh one.")
@@ -140,8 +150,9 @@ class Plan(BaseModel):
 def read(file: Path, given: P) -> P:
     """The plan of a YAML file, with what was given on the command line put over it."""
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        with file.open(encoding="utf-8") as opened:
+            content = parse_yaml(opened.read(MOST_CHARACTERS + 1))  # whatever its size
+    except (OSError, UnicodeDecodeError, ValueError, yaml.YAMLError) as error:
         raise UsageError(f"Cannot read {file}: {' '.join(str(error).split())}.") from None
     if not isinstance(content, dict):
         raise UsageError(f"{file} must hold 'key: value' lines, with the option names of 'everlearn run' as keys.")

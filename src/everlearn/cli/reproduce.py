@@ -33,7 +33,7 @@ TITLES = ["cell", "published", "Everlearn", "seeds", "difference", "tolerance", 
 class Reproduction(BaseModel):
     """The options of ``everlearn reproduce``."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     cells: str = Field("*", description="Cells as ROW/COLUMN, separated by commas; ``SI/*`` takes a row.")
     seeds: int = Field(3, ge=1, description="How many seeds, counted from 0.")
@@ -161,7 +161,7 @@ def _kept_in(path: Path) -> dict[str, Any]:
             if not whole or not all(map(math.isfinite, numbers)) or not all(seed.isdigit() for seed in cell["runs"]):
                 raise ValueError("a cell is not whole")
         return dict(kept)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{path} is not a record of runs ({type(error).__name__}: {error}): restore it, or move it away and record again."
         ) from None

@@ -24,7 +24,7 @@ Verdict = Literal["within", "above", "miss"]
 class Entry(BaseModel):
     """A cell as it was published, in per cent, and what its run needs beyond its row and column."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     published: float
     spread: float = Field(0.0, ge=0)
@@ -35,7 +35,7 @@ class Entry(BaseModel):
 class Row(BaseModel):
     """A method, in one or more columns."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     name: str
     run: Options = {}
@@ -45,7 +45,7 @@ class Row(BaseModel):
 class Table(BaseModel):
     """A published table with its protocol."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     title: str
     source: str

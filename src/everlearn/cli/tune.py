@@ -31,7 +31,7 @@ from everlearn.tuning.space import Given
 class Tuning(BaseModel):
     """The options of ``everlearn tune`` beside those of ``everlearn run``."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     fields: str = Field(
         "",

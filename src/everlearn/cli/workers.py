@@ -22,6 +22,7 @@ from everlearn.distributed import world
 from everlearn.extras import needs
 from everlearn.orphans import end_with_parent
 from everlearn.results import Result, file_name
+from everlearn.stdio import survive_closed_streams
 from everlearn.tuning import Lost
 
 Cluster = Literal["ray", "slurm"]
@@ -205,7 +206,8 @@ def _with_threads(cell: Cell, threads: int, force: bool) -> Outcome:
 
 
 def _begin(threads: int) -> None:
-    """A worker ends with the command it belongs to, in whatever way that ends."""
+    """A worker ends with the command it belongs to, in whatever way that ends, and does not mind who reads it."""
+    survive_closed_streams()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     torch.set_num_threads(threads)
     end_with_parent()

@@ -32,7 +32,7 @@ def sensitivity(model: nn.Module, data: Any, norm: Norm = "squared", chunk: int 
 
     In the local form a skip connection carries what a later layer hands on back to the layers before it.
     Absolute values are taken per example, so the result does not depend on the batch size. Only outputs that the task
-    allows count. The authors' code sums the vector form over outputs as here, where the paper writes a norm.
+    allows count, at all tokens of an example where there are tokens. The authors' code sums the vector form over outputs as here, where the paper writes a norm.
 
     Args:
         model: any module; left exactly as it was.

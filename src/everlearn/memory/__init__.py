@@ -76,7 +76,12 @@ class Memory:
         self._generator = generator(self.seed, "memory")
         by = GROUPED_BY[self.policy] if self.by is None else (self.by,) if isinstance(self.by, str) else tuple(self.by)
         each = self.capacity if self.each is None else min(self.each, self.capacity)
-        self._groups = Groups(by, self.capacity, each, self.seed) if by else None
+        try:
+            self._groups = Groups(by, self.capacity, each, self.seed) if by else None
+        except MemoryError as error:
+            raise ValueError(
+                f"Memory.capacity: got {self.capacity:,}, and there is no room for the numbers of so many rows: lower it."
+            ) from error
 
     def _check(self) -> None:
         for name, value in (("capacity", self.capacity), ("each", 1 if self.each is None else self.each)):

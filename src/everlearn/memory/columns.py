@@ -130,15 +130,27 @@ class Columns:
 
     def _room(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         whole = (self.capacity, *shape)
-        if self.folder is None:
-            return torch.empty(whole, dtype=dtype, device=self.device)
         size = math.prod(whole) * dtype.itemsize
+        if self.folder is None:
+            on_cpu = torch.device(self.device).type == "cpu"
+            if on_cpu and size > _machine_memory():  # the system may promise it, and end the process once it is used
+                raise ValueError(self._too_large(size))
+            try:
+                return torch.empty(whole, dtype=dtype, device=self.device)
+            except RuntimeError as error:
+                raise ValueError(self._too_large(size)) from error
         Path(self.folder).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=self.folder) as file:
             if hasattr(os, "posix_fallocate") and size:
                 os.posix_fallocate(file.fileno(), 0, size)  # or a full disk would kill the process at some later write
             mapped = np.memmap(file, np.uint8, "r+", shape=(max(size, 1),))
         return torch.from_numpy(mapped)[:size].view(dtype).view(whole)
+
+    def _too_large(self, size: int) -> str:
+        return (
+            f"A memory of {self.capacity:,} rows such as these needs {size / 2**30:,.1f} GB on {self.device}, more than there is: "
+            "lower its capacity; Memory(folder=…) keeps rows in files."
+        )
 
     def _widened(self, name: str, tensor: Tensor, leaf: Tensor) -> Tensor:
         """Room for longer rows, where they may become longer."""
@@ -155,6 +167,14 @@ class Columns:
         wider[: self.filled] = math.nan
         wider[: self.filled, ..., : tensor.shape[-1]] = tensor[: self.filled]
         return wider
+
+
+def _machine_memory() -> float:
+    """Bytes of memory that the machine has, infinity where it does not tell."""
+    try:
+        return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    except (AttributeError, ValueError, OSError):
+        return math.inf
 
 
 def _alone(part: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ class EWC(QuadraticPenalty):
         separate:  L = L_task + ½ Σₖ (θ - θₖ*)ᵀ λₖFₖ (θ - θₖ*)
         online:    L = L_task + ½ (θ - θₜ*)ᵀ (γ F̃ₜ + λ_prior) (θ - θₜ*),   F̃ₜ = γ F̃ₜ₋₁ + λₜFₜ
 
-    Fₖ is the Fisher information at the optimum θₖ* of task k, a mean over examples. Separate penalties are kept as one
+    Fₖ is the Fisher information at the optimum θₖ* of task k, a mean over labels. Separate penalties are kept as one
     quadratic, exactly: their cost does not grow with the tasks. Online is the sequential Bayesian update of Huszár (2018)
     for γ = 1, around the latest optimum alone, and that of Progress & Compress (Schwarz et al., 2018) for γ < 1, where γ
     acts twice, as there. λ_prior is counted once, whatever the number of tasks; separate penalties have it at the first θ*.

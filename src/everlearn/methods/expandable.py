@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -65,6 +65,8 @@ class ExpandableRepresentation(Replay):
         keeps_examples=True,
         grows=True,
     )
+
+    deployable: ClassVar[bool] = False  # the model is the newest of several extractors
 
     policy: Literal["herding", "balanced", "reservoir", "ring"] = field(default="herding", kw_only=True)  # type: ignore[assignment]
     auxiliary: NonNegative = field(default=1.0, kw_only=True)

@@ -1,32 +1,41 @@
-"""Freeze: learn features with the first task, then only the output layer."""
+"""Freeze: after the first task only the output layer learns, or running statistics stay as they are."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
 from everlearn.heads import output_layer
+from everlearn.locks import seen_by_compiler
 from everlearn.method import Method
 from everlearn.params import unwrap
+from everlearn.running_statistics import tracking_layers
 from everlearn.traits import Traits
 
 
 @dataclass(eq=False)
 class Freeze(Method):
-    """After the first task only the output layer learns; everything under it is frozen.
+    """After the first task only the output layer learns; everything under it is frozen. Or only running statistics are.
 
-        θ_features = θ*_features of task 1,   L = L_task in θ_output alone
+        features:    θ_features = θ*_features of task 1,   L = L_task in θ_output alone
+        statistics:  (μ, σ²) of every BatchNorm = those of task 1,   L = L_task in all of θ
 
     Keeps the features at the price of learning new ones: the other end of the scale from fine-tuning. Frozen parameters
     have no gradient, so no optimizer, momentum or weight decay moves them, and normalisation layers that track running
     statistics stay in evaluation mode. An output layer whose weight is also a table of embeddings cannot learn without moving the
     features, and is refused.
 
+    ``what="statistics"`` freezes nothing but the running statistics, for any other method: ``EWC(100.0) + Freeze("statistics")``. A
+    penalty holds weights, and replay mixes old examples in; the mean and variance that a BatchNorm keeps follow the new data all the
+    same, and old tasks can be lost although hardly a weight moves. After the first task such layers normalize by what they keep, as
+    they do in evaluation mode, in any loop; their scales and shifts go on learning.
+
     Args:
+        what: "features", or "statistics": running statistics alone.
         output: name of the output layer; by default the last ``nn.Linear``.
     """
 
@@ -43,6 +52,7 @@ class Freeze(Method):
         },
     )
 
+    what: Literal["features", "statistics"] = "features"
     output: str | None = None
 
     def __post_init__(self) -> None:
@@ -54,19 +64,27 @@ class Freeze(Method):
         self._held: list[tuple[Tensor, Tensor]] = []
 
     def begin_task(self, model: nn.Module, task: Any) -> None:
-        """Freeze everything but the output layer, from the second task on."""
-        self._check_tied(unwrap(model))
+        """Freeze from the second task on; another chunk of the first task is not yet one."""
+        if self.what == "features":
+            self._check_tied(unwrap(model))
         place = getattr(task, "id", None)
         self.frozen = self.frozen or (self.begun and (place is None or place != self.first))
         if not self.begun:
             self.begun, self.first = True, place
+        self.detach(model)
         if self.frozen:
-            self._freeze(unwrap(model))
+            self._freeze(model)
+
+    def end_task(self, model: nn.Module, task: Any) -> None:
+        """Freeze statistics at once: a loop need not say where the next task begins."""
+        if self.what == "statistics":
+            self.begun = True
+            self._freeze(model)
 
     def resume(self, model: nn.Module, task: Any) -> None:
         """Freeze it again."""
         if self.frozen:
-            self._freeze(unwrap(model))
+            self._freeze(model)
 
     def after_step(self, model: nn.Module) -> None:
         """Put back buffers that moved all the same: a compiled model may not see a hook that came later."""
@@ -97,6 +115,13 @@ class Freeze(Method):
 
     def _freeze(self, model: nn.Module) -> None:
         self.detach(model)
+        if self.what == "statistics":
+            layers = list(tracking_layers(model).values())
+            self._undo = [layer.register_forward_pre_hook(_hold_statistics).remove for layer in layers]
+            self._held = [(buffer, buffer.clone()) for layer in layers for buffer in layer.buffers(recurse=False)]
+            seen_by_compiler(model)
+            return
+        model = unwrap(model)
         _, output = output_layer(model, self.output)
         learning = {id(p) for p in output.parameters()}
         for p in model.parameters():

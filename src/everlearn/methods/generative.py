@@ -117,6 +117,7 @@ class GenerativeReplay(Method):
         noise = self._noise(len(batch), batch.x)
         if not self.teacher:
             return self._generator.loss(batch.x, noise)
+        self._check_statistics(model)
         share, x, said = self._share(), self._dream, self._said
         self._dream = self._said = None
         if x is None or said is None:  # asked for the penalty alone

@@ -116,6 +116,7 @@ class LwF(Method):
             raise ValueError(
                 "One output is no choice between classes: give Batch(x, likelihood=Gaussian()) or Bernoulli()."
             )
+        self._check_statistics(model)
         target = answer(model, teacher, x)
         if out.dim() != target.dim() or len(out) != len(target) or (torch.is_grad_enabled() and not out.requires_grad):
             raise ValueError(

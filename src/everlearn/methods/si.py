@@ -103,6 +103,7 @@ class SI(QuadraticPenalty):
         self._task = {n: p.grad for n, p in self._live.items() if p.grad is not None}
         self._task |= {n: g.clone() for n, g in self._task.items() if n not in held}  # clipping works in place
         if held:
+            self._check_statistics(model)
             away = [self._away[n] for n in held]
             omega = [on(self.omega.values[n], d).to(d.dtype) for n, d in zip(held, away, strict=True)]
             grads = [

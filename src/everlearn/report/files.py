@@ -18,7 +18,7 @@ Format = Literal["html", "md", "csv", "png", "text"]
 def write(results: Sequence[Result], format: Format, path: Path, title: str) -> Path:
     """Write the file, whole or not at all."""
     if format == "html":
-        content = html(results, f"Everlearn: {title}").encode()
+        content = html(results, f"Everlearn: {title}").encode(errors="backslashreplace")
     elif format == "md":
         content = as_markdown(results).encode()
     elif format == "csv":

@@ -10,6 +10,7 @@ from importlib import resources
 from string import Template
 from typing import Any
 
+from everlearn.escaping import printable
 from everlearn.report.runs import runs
 from everlearn.report.table import table
 from everlearn.results import Result, version
@@ -28,7 +29,7 @@ def html(results: Iterable[Result], title: str = "Everlearn", refresh: int | Non
     every = list(results)
     data = {"runs": runs(every), "version": version(), "made": datetime.now(UTC).isoformat(timespec="seconds")}
     return Template(_read("report.html")).substitute(
-        title=escape(title),
+        title=escape(printable(title)),
         refresh=f'<meta http-equiv="refresh" content="{refresh}">' if refresh else "",
         style=_read("report.css"),
         script=_read("charts.js") + _read("report.js"),

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from everlearn.escaping import markdown, printable, spreadsheet
 from everlearn.report.table import named_runs
 from everlearn.results import Result
 
@@ -35,13 +36,13 @@ def runs(results: Iterable[Result]) -> list[Run]:
 def _run(result: Result, stream: str, scenario: str, method: str) -> Run:
     seconds, cost = result.cost.get("seconds", {}), result.cost
     shown = some(len(result.accuracy.T))
-    rows = shown if len(result.accuracy) > 1 else [0]
+    rows = [i for i in shown if i < len(result.accuracy)] if len(result.accuracy) > 1 else [0]
     return {
         "stream": stream,
         "scenario": scenario,
         "method": method,
         "seed": result.config.get("seed"),
-        "score": str(result.config.get("score", "accuracy")),
+        "score": printable(str(result.config.get("score", "accuracy"))),
         **{name: _number(getattr(result, metric)) for metric, name in METRICS.items()},
         "old tasks": _number(float(np.mean(result.accuracy[-1, :-1])) if result.accuracy.shape[1] > 1 else math.nan),
         "seconds": round(result.seconds, 3),
@@ -90,12 +91,8 @@ def as_csv(results: Iterable[Result]) -> str:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(columns)
     for run in runs(results):
-        writer.writerow([_harmless(run[c]) for c in columns])
+        writer.writerow([spreadsheet(run[c]) for c in columns])
     return text.getvalue()
-
-
-def _harmless(value: Any) -> Any:
-    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@")) else value
 
 
 def as_markdown(results: Iterable[Result]) -> str:
@@ -125,9 +122,9 @@ def as_markdown(results: Iterable[Result]) -> str:
                 f"{np.mean(sizes):,.0f}" if (sizes := [r["parameters"] for r in mine if r["parameters"]]) else "–",
                 f"{np.mean([(r['state bytes'] or 0) / 1024 for r in mine]):.0f}",
             ]
-            rows.append([method.replace("|", "\\|"), str(len(mine)), *numbers, *costs])
+            rows.append([markdown(method), str(len(mine)), *numbers, *costs])
         parts.append(
-            f"## {place[0]}, {place[1]}-incremental\n\n"
+            f"## {markdown(place[0])}, {markdown(place[1])}-incremental\n\n"
             + "\n".join("| " + " | ".join(r) + " |" for r in rows)
             + "\n\nAverage: mean over tasks. Overall: over all test examples."
         )

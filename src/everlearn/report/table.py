@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from everlearn.escaping import printable
 from everlearn.results import Result
 
 Group = dict[str, list[Result]]  # a method's results, one per seed
@@ -64,7 +65,7 @@ def named_runs(results: Iterable[Result]) -> list[tuple[Result, tuple[str, str, 
     for r in results:
         by_setting[r.config.get("stream", {}).get("name", "?"), r.config.get("scenario", "?")].append(r)
     return [
-        (r, (*setting, ", ".join([r.config["method"], *variant])))
+        (r, (printable(setting[0]), printable(setting[1]), printable(", ".join([r.config["method"], *variant]))))
         for setting, rs in by_setting.items()
         for r, variant in zip(rs, _variants(rs), strict=True)
     ]
@@ -129,7 +130,7 @@ def _metrics(group: Group) -> str:
     told = list(dict.fromkeys(name for rs in group.values() for r in rs for name in _told(r)))
     spent = [["method", "train s", "consolidate s", "evaluate s", "peak MB", "parameters", "state KB", *told]]
     for method, rs in group.items():
-        name, against = _score(rs), [r.intransigence(j) for r in rs if (j := joint.get(_setting(r))) not in (None, r)]
+        name, against = _score(rs), [r.intransigence(j) for r in rs if (j := _joint_of(r, joint)) is not None]
         reached.append([
             method, str(len({r.config.get("seed") for r in rs})),
             *(_spread([getattr(r, metric) for r in rs], name) for metric in (
@@ -148,10 +149,18 @@ def _metrics(group: Group) -> str:
     return "\n\n".join(columns(rows) for rows in (reached, spent, _course(group)) if len(rows) > 1)
 
 
+def _joint_of(result: Result, joint: dict[tuple[Any, str], Result]) -> Result | None:
+    """Joint training in the setting of a result, on as many tasks; None where there is none, or it is the result itself."""
+    found = joint.get(_setting(result))
+    if found is None or found is result or found.accuracy.shape[1] != result.accuracy.shape[1]:
+        return None
+    return found
+
+
 def _told(result: Result) -> dict[str, float]:
     """What the method told of itself after the last task; how importances are distributed is for pictures."""
     facts: list[dict[str, float]] = result.cost.get("facts") or [{}]
-    return {name: value for name, value in facts[-1].items() if not name.startswith("importance")}
+    return {printable(name): value for name, value in facts[-1].items() if not name.startswith("importance")}
 
 
 def _course(group: Group, most: int = 10) -> list[list[str]]:
@@ -166,7 +175,7 @@ def _course(group: Group, most: int = 10) -> list[list[str]]:
                 len({after.get(name) for after in facts}) > 1 for facts in runs
             ):
                 known = [[facts[t].get(name) for facts in runs if t < len(facts)] for t in shown]
-                rows.append([f"{method}: {name}", *(_short(values) for values in known)])
+                rows.append([f"{method}: {printable(name)}", *(_short(values) for values in known)])
     return rows
 
 
@@ -184,7 +193,7 @@ def _cell(results: Sequence[Result]) -> str:
 
 
 def _score(results: Sequence[Result]) -> str:
-    return str(results[0].config.get("score", "accuracy"))
+    return printable(str(results[0].config.get("score", "accuracy")))
 
 
 def _unit(group: Group) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zipfile
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from everlearn.sources.data import Data, hold_back, images, numbered, renumbered
+from everlearn.sources.limits import check_fits
 
 
 def npz(path: str | Path, *, x: str = "x", y: str = "y", test: float = 0.2) -> Data:
@@ -28,32 +30,46 @@ def npz(path: str | Path, *, x: str = "x", y: str = "y", test: float = 0.2) -> D
     """
     try:
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as stored:
-            return _cut({name: stored[name] for name in stored.files}, path, x, y, test)
+            wanted = _wanted(stored.files, path, x, y)
+            arrays = _read(stored, wanted, path)
     except (zipfile.BadZipFile, zlib.error, EOFError, OSError, TypeError, NotImplementedError, MemoryError) as error:
         if isinstance(error, FileNotFoundError):
             raise FileNotFoundError(f"There is no file {path}.") from None
         raise ValueError(f"{path} is not an npz file, or is damaged: {error}.") from None
-    except ValueError as error:
-        if "pickle" not in str(error):
-            raise
-        raise ValueError(f"{path} holds Python objects, which are not read: save plain arrays of numbers.") from None
+    labels, names = numbered(arrays[1])
+    inputs = as_inputs(arrays[0])
+    if len(arrays) == 2:
+        return hold_back(inputs, labels, test, names=names).copy()
+    labels_test, names_test = numbered(arrays[3])
+    if bool(names) != bool(names_test) or not set(names_test) <= set(names):
+        raise ValueError(f"{path}: training and test labels are words, and not the same ones: {names}, {names_test}.")
+    held = as_inputs(arrays[2]), renumbered(labels_test, names_test, names)
+    return Data((inputs, labels), held, names=names).copy()
 
 
-def _cut(stored: dict[str, Any], path: str | Path, x: str, y: str, test: float) -> Data:
+def _wanted(stored: Sequence[str], path: str | Path, x: str, y: str) -> list[str]:
+    """The arrays that are read: inputs and labels and, where there are such, those for tests."""
     own = {name: name if name in stored else f"{name}_train" for name in (x, y)}
     if lacking := [name for name in (x, y) if own[name] not in stored]:
         raise ValueError(
             f"{path} has no array {' and no '.join(map(repr, lacking))}; it has {', '.join(stored)}: say which with x=…, y=…."
         )
-    labels, names = numbered(stored[own[y]])
-    inputs = as_inputs(stored[own[x]])
-    if f"{x}_test" not in stored or f"{y}_test" not in stored:
-        return hold_back(inputs, labels, test, names=names).copy()
-    labels_test, names_test = numbered(stored[f"{y}_test"])
-    if bool(names) != bool(names_test) or not set(names_test) <= set(names):
-        raise ValueError(f"{path}: training and test labels are words, and not the same ones: {names}, {names_test}.")
-    held = as_inputs(stored[f"{x}_test"]), renumbered(labels_test, names_test, names)
-    return Data((inputs, labels), held, names=names).copy()
+    held = [f"{x}_test", f"{y}_test"]
+    return [own[x], own[y], *(held if set(held) <= set(stored) else [])]
+
+
+def _read(stored: Any, wanted: Sequence[str], path: str | Path) -> list[np.ndarray]:
+    """These arrays and no others, as long as they fit: a small file may unpack to more than any memory holds."""
+    sizes = {entry.filename.removesuffix(".npy"): entry.file_size for entry in stored.zip.infolist()}
+    check_fits(sum(sizes[name] for name in wanted), path)
+    try:
+        return [stored[name] for name in wanted]
+    except ValueError as error:
+        if "pickle" in str(error):
+            raise ValueError(
+                f"{path} holds Python objects, which are not read: save plain arrays of numbers."
+            ) from None
+        raise ValueError(f"{path} is not an npz file, or is damaged: {error}.") from None
 
 
 def as_inputs(array: np.ndarray) -> Tensor:

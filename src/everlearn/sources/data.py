@@ -138,6 +138,16 @@ def held_back(y: Tensor, share: float = 0.2) -> Tensor:
     return test
 
 
+def first_few(names: Sequence[object], limit: int = 5) -> str:
+    """The first names of a list that may be long, for a message.
+
+    >>> first_few([f"p{i}" for i in range(784)], 3)
+    'p0, p1, p2, … (784 in all)'
+    """
+    rest = f", … ({len(names)} in all)" if len(names) > limit else ""
+    return ", ".join(map(str, names[:limit])) + rest
+
+
 def images(raw: np.ndarray) -> Tensor:
     """Images as torch has them, (examples, channels, height, width), from grey ones or from channels that come last.
 

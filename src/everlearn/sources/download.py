@@ -6,6 +6,7 @@ import http.client
 import os
 import re
 import urllib.error
+import urllib.parse
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from everlearn.sources.files import File, check, sound
 ATTEMPTS = 3
 TIMEOUT = 30.0  # seconds without a byte
 CHUNK = 2**18
+THIS_MACHINE = ("127.0.0.1", "::1", "localhost")
 LARGEST = 16 * 2**30  # bytes; no data set here is larger
 
 
@@ -31,6 +33,7 @@ def fetch(file: File, path: Path) -> None:
     """
     if not file.url.startswith(("http://", "https://")):
         raise ValueError(f"{file.name} can be downloaded from http:// and https:// addresses only, got {file.url!r}.")
+    _check_protected(file.url, file)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     if file.md5 is None and file.size is None:
@@ -56,6 +59,16 @@ def fetch(file: File, path: Path) -> None:
     os.replace(part, path)
 
 
+def _check_protected(url: str, file: File) -> None:
+    """Refuse what anybody on the way could exchange unnoticed: plain http, without a checksum to tell."""
+    address = urllib.parse.urlsplit(url)
+    if address.scheme == "http" and file.md5 is None and address.hostname not in THIS_MACHINE:
+        raise ValueError(
+            f"{file.name} comes from {url}, which is not encrypted, and has no published checksum: anybody on the way could exchange "
+            "it. Get it by hand from where you trust."
+        )
+
+
 def _continue(file: File, part: Path) -> bool:
     """Ask for what is missing and append it; start anew if the server sends all. Whether the length was known, and reached."""
     have = part.stat().st_size if part.exists() else 0
@@ -66,6 +79,7 @@ def _continue(file: File, part: Path) -> bool:
         headers["Range"] = f"bytes={have}-"
     try:
         with urllib.request.urlopen(urllib.request.Request(file.url, headers=headers), timeout=TIMEOUT) as answer:
+            _check_protected(answer.url, file)  # it may have been sent on to elsewhere
             resumed = answer.status == 206 and _start(answer) == have
             if answer.status == 206 and not resumed:
                 part.unlink()

@@ -6,6 +6,7 @@ LeCun, Cortes & Burges (1998); Xiao, Rasul & Vollgraf (2017); Bulatov (2011).
 from __future__ import annotations
 
 import gzip
+import math
 import zlib
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from everlearn.sources.data import Data, hold_back
 from everlearn.sources.files import File, Layout, Published
 from everlearn.sources.folders import read_folder
+from everlearn.sources.limits import check_fits
 
 KINDS = {8: "u1", 9: "i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}
 FILES = ("train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz", "t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz")  # fmt: skip
@@ -24,12 +26,15 @@ CLOTHES = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shi
 
 def read_idx(path: Path) -> Tensor:
     """The array in an idx file, gzipped or not: a magic number (kind, dimensions), the sizes, then the numbers."""
-    raw = path.read_bytes()
     try:
-        raw = gzip.decompress(raw) if path.suffix == ".gz" else raw
-        kind, dimensions = np.dtype(KINDS[raw[2]]), raw[3]
-        shape = np.frombuffer(raw, ">u4", dimensions, 4)
-        values = np.frombuffer(raw, kind, offset=4 + 4 * dimensions).reshape(shape)
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            magic = file.read(4)
+            kind, dimensions = np.dtype(KINDS[magic[2]]), magic[3]
+            shape = np.frombuffer(file.read(4 * dimensions), ">u4", dimensions).tolist()
+            size = kind.itemsize * math.prod(shape)
+            check_fits(size, path)
+            raw = file.read(size + 1)  # a small gzip file may unpack to more than any memory holds
+        values = np.frombuffer(raw, kind).reshape(shape)
     except (OSError, EOFError, zlib.error, IndexError, KeyError, ValueError) as error:
         raise ValueError(f"{path} is not an idx file, or is damaged: {error}.") from None
     return torch.from_numpy(values.astype(values.dtype.newbyteorder("=")))
@@ -107,7 +112,7 @@ NOTMNIST = Published(
             tuple(File(letter) for letter in "ABCDEFGHIJ"),
             _letter_images,
             ("notMNIST_small",),
-            (File(_SMALL, size=8_458_043, url=f"http://yaroslavvb.com/upload/notMNIST/{_SMALL}", unpacks="notMNIST_small"),),
+            (File(_SMALL, size=8_458_043, url=f"https://commondatastorage.googleapis.com/books1000/{_SMALL}", unpacks="notMNIST_small"),),
         ),
     ),
     "yaroslavvb.com/upload/notMNIST (notMNIST_small), or as idx files github.com/davidflanagan/notMNIST-to-MNIST",

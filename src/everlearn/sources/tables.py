@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from everlearn.extras import needs
-from everlearn.sources.data import Data, hold_back, in_float32, numbered
+from everlearn.sources.data import Data, first_few, hold_back, in_float32, numbered
 
 Columns = dict[str, np.ndarray]
 
@@ -36,7 +36,9 @@ def table(path: str | Path, *, target: str, features: Sequence[str] | None = Non
     columns = readers[path.suffix.lower()](path)
     own = list(features) if features is not None else [name for name in columns if name != target]
     if lacking := [name for name in (target, *own) if name not in columns]:
-        raise ValueError(f"{path} has no column {', '.join(map(repr, lacking))}; it has {', '.join(columns)}.")
+        raise ValueError(
+            f"{path} has no column {first_few([*map(repr, lacking)])}; it has {first_few([*columns], limit=10)}."
+        )
     if target in own:
         raise ValueError(f"{target!r} is what is to be predicted: take it out of features.")
     if not own or not len(columns[target]):
@@ -59,7 +61,9 @@ def _csv(path: Path) -> Columns:
     except (UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"{path} cannot be read as CSV in UTF-8: {error}.") from None
     if len(set(names)) != len(names) or not names:
-        raise ValueError(f"{path} must begin with a line of column names, each once; got {header.strip()!r}.")
+        repeated = [name for name in dict.fromkeys(names) if names.count(name) > 1]
+        got = f"{first_few([*map(repr, repeated)])} more than once" if repeated else "an empty line"
+        raise ValueError(f"{path} must begin with a line of column names, each once; got {got}.")
     for number, row in enumerate(rows, 2):
         if len(row) != len(names):
             raise ValueError(f"{path}, row {number}: {len(row)} cells, but {len(names)} columns.")

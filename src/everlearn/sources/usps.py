@@ -13,6 +13,7 @@ from everlearn.sources.data import Data, Pair
 from everlearn.sources.files import File, Layout, Published
 from everlearn.sources.sparse import read_sparse
 
+MOST_BYTES = 2**27  # of a file, unpacked; the larger of the two has 27 million
 URL = "https://www.csie.ntu.edu.tw/~cjlin/libsvmtools/datasets/multiclass/"
 
 
@@ -31,8 +32,11 @@ def _libsvm(folder: Path) -> Data:
 
 def _one(path: Path) -> Pair:
     try:
-        text = bz2.decompress(path.read_bytes()).decode("ascii")
-    except (OSError, ValueError) as error:
+        with bz2.open(path) as file:
+            text = file.read(MOST_BYTES + 1).decode("ascii")
+        if len(text) > MOST_BYTES:
+            raise ValueError(f"it unpacks to more than {MOST_BYTES:,} bytes")
+    except (OSError, EOFError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}; get it anew.") from None
     labels, x = read_sparse(text, 256, path)
     return _pair(x, np.array([int(label) - 1 for label in labels]))

@@ -32,6 +32,10 @@ MARK = b"Everlearn checkpoint 1\n"
 State = dict[str, Any]
 
 
+class Unusable(ValueError):
+    """A checkpoint is whole but cannot be gone on with; it is set aside, so that the next attempt begins from an earlier one."""
+
+
 @dataclass(frozen=True)
 class Every:
     """How often a run writes down where it is, besides at the end of every task.
@@ -69,6 +73,7 @@ class Checkpoints:
         self._steps, self._time = 0, time.monotonic()
         self._started = 0  # the task whose beginning can be had again
         self._proven = self._useless = False
+        self._resumed = (0, 0)  # the task and step that ``newest`` has given
 
     @contextmanager
     def alone(self, anew: bool = False, wait: bool = False) -> Iterator[None]:
@@ -109,7 +114,8 @@ class Checkpoints:
         """Write down where the run is, and forget what is not needed any more."""
         if self._useless:
             return
-        content, path, fine = _content({**state, "made by": _version()}), self._path(task, step), True
+        content = _content({**state, "made by": _version(), "place": self._place(task, step)})
+        path, fine = self._path(task, step), True
         try:
             atomic.writable_folder(self.folder)
             for torn in self.folder.glob(".*.checkpoint.*"):  # of processes that were killed while they wrote
@@ -147,8 +153,26 @@ class Checkpoints:
             fine = (start is not None or not task) and (within is not None or not step)
             if all(every_process(fine)):
                 self._started = task
+                self._resumed = task, step
                 return start, within
         return None
+
+    def reject(self, within: bool, error: Exception | None) -> Unusable:
+        """Set aside what ``newest`` has given, which a model or a method did not take; the error to raise.
+
+        Args:
+            within: whether it is the part within the task, rather than the run as the task found it.
+            error: what came of it; None where it was another process that failed.
+        """
+        task, step = self._resumed
+        path = self._path(task, step if within else 0)
+        with suppress(OSError):
+            path.rename(path.with_suffix(".unusable"))  # for who looks into it, until the run has ended
+        self._started = 0
+        why = "in another process" if error is None else f"{type(error).__name__}: {error}"
+        return Unusable(
+            f"The checkpoint {path} is of no use (it does not fit: {why}); the same run goes on from an earlier place."
+        )
 
     def tidy(self) -> None:
         """Take away what a process has left that was killed between its result and its end; not what another works with."""
@@ -185,6 +209,8 @@ class Checkpoints:
             state: State = torch.load(io.BytesIO(rest), weights_only=True)
             if state.pop("made by", None) != _version():
                 raise ValueError("it was made by another version of Everlearn or torch")
+            if (place := state.pop("place", None)) != self._place(task, step):
+                raise ValueError(f"its name is another than its content, which is of {place}")
             return state
         except FileNotFoundError:
             return None
@@ -199,6 +225,11 @@ class Checkpoints:
         for path in self.folder.glob("*.checkpoint") if self.folder.is_dir() else ():
             if match := re.fullmatch(r"(\d{6})-(\d{9})", path.stem):
                 yield int(match[1]), int(match[2])
+
+    def _place(self, task: int, step: int) -> list[Any]:
+        """Of which run, task and step a checkpoint is, as it says itself: a file may have been renamed or copied."""
+        run = self.folder.parts[-2:] if world() > 1 else self.folder.parts[-1:]
+        return [*run, task, step]
 
     def _path(self, task: int, step: int) -> Path:
         return self.folder / f"{task:06}-{step:09}.checkpoint"

@@ -13,6 +13,7 @@ from torch import nn
 from everlearn.distributed import world
 from everlearn.fingerprint import fingerprint
 from everlearn.method import Method, label
+from everlearn.result_format import storable
 from everlearn.results import version
 from everlearn.stream import Split, Stream, Task
 from everlearn.trainer.training import OptimizerFactory, Training
@@ -58,17 +59,19 @@ def configuration(
     settings |= {"scheduler": _name(training.scheduler), "epochs": None if training.iterations else training.epochs}
     made = optimizer(list(model.parameters()))
     groups = [
-        # Lists, as JSON has them: a table must not tell a result just made from one read back.
-        {k: list(v) if isinstance(v, tuple) else v for k, v in group.items() if isinstance(v, (int, float, tuple))}
+        # As JSON has them: a table must not tell a result just made from one read back.
+        {k: storable(v) for k, v in group.items() if isinstance(v, (int, float, tuple))}
         for group in made.param_groups
     ]
     return {
-        "stream": {
-            "name": stream.name,
-            **stream.settings,
-            **({"merged": stream.merged} if stream.merged > 1 else {}),
-            "tasks": len(stream.exams),
-        },
+        "stream": storable(
+            {
+                "name": stream.name,
+                **stream.settings,
+                **({"merged": stream.merged} if stream.merged > 1 else {}),
+                "tasks": len(stream.exams),
+            }
+        ),
         "scenario": stream.scenario,
         "score": stream.exams[0].likelihood.score_name,
         "method": "joint" if joint and type(method) is Method else label(method) + (" on joint" if joint else ""),

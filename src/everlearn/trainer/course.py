@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -38,7 +40,8 @@ class Course:
         keep_optimizer: go on with the same optimizer instead of a fresh one per task.
         split: which data to test on.
         journal: who is told.
-        checkpoints: where it is written down how far the course has come; it goes on from there.
+        checkpoints: where it is written down how far the course has come; it goes on from there. One that does not fit
+            raises ``Unusable``, with model and method in no state to be used: made anew, they go on from an earlier one.
     """
 
     def __init__(
@@ -69,7 +72,7 @@ class Course:
         self._within: State | None = None  # where in the next task an earlier process was
         self.gone_on_from = ""  # for people
         if checkpoints is not None and (found := checkpoints.newest()) is not None:
-            self._go_on(*found)
+            self._go_on(checkpoints, *found)
         else:
             distributed.same([*model.parameters(), *model.buffers()])
             self.initial = self._test(stream[0])
@@ -77,7 +80,7 @@ class Course:
     def train(self) -> None:
         """Train the next task."""
         task, resumed, self._within = self.stream[self.at], self._within, None
-        lesson = Lesson(self.model, self.method, task, self.training, self._current, resumed)
+        lesson = self._lesson(task, resumed)
         if not isinstance(self._current, Optimizer):
             self._made = len(lesson.optimizer.param_groups) if resumed is None else resumed["optimizer"]["made"]
         self._current = lesson.optimizer
@@ -89,6 +92,13 @@ class Course:
                 schedule = None if lesson.schedule is None else lesson.schedule.state_dict()
                 saver.write(self.at, lesson.step, {**self._state(lesson), "step": lesson.step, "schedule": schedule})
         self._clock.add(lesson.clock.seconds)
+
+    def _lesson(self, task: Task, resumed: State | None) -> Lesson:
+        """A task in training, from where an earlier process was in it."""
+        if resumed is None or self._checkpoints is None:
+            return Lesson(self.model, self.method, task, self.training, self._current, resumed)
+        with _rejecting(self._checkpoints, within=True):
+            return Lesson(self.model, self.method, task, self.training, self._current, resumed)
 
     def close(self) -> None:
         """Consolidate what was trained and, where its task is over, test on all tasks."""
@@ -131,23 +141,28 @@ class Course:
             "random": pack(states(self._device)),
         }
 
-    def _go_on(self, start: State | None, within: State | None) -> None:
+    def _go_on(self, saver: Checkpoints, start: State | None, within: State | None) -> None:
         """As the task found the course; what was learned of it comes when it is trained."""
         if start is not None:
-            load_model(self.model, start["model"])
-            self.method.load_state_dict(start["method"])
-            if start["optimizer"] is not None:
-                self._made = start["optimizer"]["made"]
-                self._current = rebuilt(start["optimizer"], self.optimizer, self.model, self.method)
-            restore(unpack(start["random"], self._device))
+            with _rejecting(saver, within=False):
+                self._load(start)
         if within is not None:
             self._within, self._current = within, self.optimizer
-        last = within or start or {}
-        self.at, self.rows, self._each, self.initial = last["at"], last["rows"], last["each"], last["initial"]
-        self.examples = last["examples"]
-        self.gone_on_from = f"task {self.at + 1}" + (f", step {within['step'] + 1}" if within is not None else "")
-        self.journal.step = last["told"]
-        self._clock.add(last["seconds"])
+        with _rejecting(saver, within=within is not None):
+            last = within or start or {}
+            self.at, self.rows, self._each, self.initial = last["at"], last["rows"], last["each"], last["initial"]
+            self.examples = last.get("examples", [])  # older checkpoints have none; every test counts anew
+            self.gone_on_from = f"task {self.at + 1}" + (f", step {within['step'] + 1}" if within is not None else "")
+            self.journal.step = last["told"]
+            self._clock.add(last["seconds"])
+
+    def _load(self, start: State) -> None:
+        load_model(self.model, start["model"])
+        self.method.load_state_dict(start["method"])
+        if start["optimizer"] is not None:
+            self._made = start["optimizer"]["made"]
+            self._current = rebuilt(start["optimizer"], self.optimizer, self.model, self.method)
+        restore(unpack(start["random"], self._device))
 
     @property
     def learned(self) -> int:
@@ -188,6 +203,20 @@ class Course:
             )
         self.examples = [count for _, count in counted]
         return [score for score, _ in counted]
+
+
+@contextmanager
+def _rejecting(checkpoints: Checkpoints, within: bool) -> Iterator[None]:
+    """Inside, a checkpoint is loaded: whatever goes wrong is its fault, in all processes if in one."""
+    failure: Exception | None = None
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError):
+        raise  # the checkpoint may be good on a larger machine
+    except Exception as error:  # noqa: BLE001 - the model and the method are the user's, and may fail in any way
+        failure = error
+    if not all(distributed.every(failure is None)):
+        raise checkpoints.reject(within, failure) from failure
 
 
 def _shapes(model: nn.Module) -> list[tuple[str, torch.Size]]:

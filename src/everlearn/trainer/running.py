@@ -21,13 +21,21 @@ from everlearn.checks import check_run
 from everlearn.distributed import agreed, rank
 from everlearn.method import Method, label
 from everlearn.results import Result, amount, file_name, provenance
-from everlearn.seeds import derive, seeded
+from everlearn.seeds import derive, restore, seeded, states
 from everlearn.stream import Split, Stream
-from everlearn.trainer.checkpoints import Every, checkpoints_of
+from everlearn.trainer.checkpoints import Every, Unusable, checkpoints_of
 from everlearn.trainer.configuration import build, configuration
 from everlearn.trainer.course import Course
 from everlearn.trainer.tracking import Journal, Tracker
-from everlearn.trainer.training import OptimizerFactory, Precision, SchedulerFactory, Training, adam, hide_bar
+from everlearn.trainer.training import (
+    OptimizerFactory,
+    Precision,
+    SchedulerFactory,
+    Training,
+    adam,
+    device_of,
+    hide_bar,
+)
 
 
 def run(
@@ -93,8 +101,20 @@ def run(
     training = Training(epochs, iterations, batch_size, seed, scheduler, clip, accumulate, precision, progress)
     if training.iterations is not None:
         training = replace(training, iterations=training.iterations * stream.merged)
+    given = method
+
+    def make_anew() -> tuple[nn.Module, Method]:
+        return build(make_model, stream).to(device), copy.deepcopy(given)
+
+    def learn(model: nn.Module, method: Method) -> Course:
+        journal.step = 0
+        course = Course(model, method, stream, training, optimizer, keep_optimizer, split, journal, saver)
+        _go_through(course, label(method), progress, config["score"])
+        return course
+
     with seeded(derive(seed, "model"), None if device is None else torch.device(device)):
-        model, method = build(make_model, stream).to(device), copy.deepcopy(method)
+        begun = states(None if device is None else torch.device(device))
+        model, method = make_anew()
         config = agreed(configuration(stream, method, model, training, optimizer, keep_optimizer, split))
         saver = checkpoints_of(folder, config, stream, checkpoint)
         if folder is not None and not force:
@@ -107,9 +127,8 @@ def run(
         with nullcontext() if saver is None else saver.alone(anew=force):
             journal.start(config)
             try:
-                course = Course(model, method, stream, training, optimizer, keep_optimizer, split, journal, saver)
+                course = _from_any_checkpoint(learn, make_anew, model, method, begun)
                 made |= {"gone_on_from": course.gone_on_from} if course.gone_on_from else {}
-                _go_through(course, label(method), progress, config["score"])
                 result = course.result(config, made)
             finally:
                 journal.finish(result)
@@ -119,6 +138,36 @@ def run(
             if saver is not None:
                 saver.clear()
     return result
+
+
+def _from_any_checkpoint(
+    learn: Callable[[nn.Module, Method], Course],
+    make_anew: Callable[[], tuple[nn.Module, Method]],
+    model: nn.Module,
+    method: Method,
+    begun: tuple[Any, ...],
+) -> Course:
+    """Learn the stream, from an earlier checkpoint where the newest does not fit.
+
+    Args:
+        learn: goes on from the newest checkpoint.
+        make_anew: another model and method, as the run begins with them; nothing was loaded into them in part.
+        model: the first.
+        method: the first.
+        begun: the random states when the first model was made.
+    """
+    random = states(device_of(model))
+    while True:
+        try:
+            return learn(model, method)
+        except Unusable as error:
+            warnings.warn(str(error), stacklevel=3)
+            unusable = model
+            restore(begun)
+            model, method = make_anew()
+            if model is unusable:  # the function gives one module again and again, and another process has a fresh one
+                raise
+            restore(random)
 
 
 def _go_through(course: Course, name: str, progress: bool | None, score: str) -> None:
@@ -140,5 +189,8 @@ def finished(folder: Path, config: dict[str, Any]) -> Result | None:
         result = Result.load(path) if path.exists() else None
     except ValueError:
         warnings.warn(f"{path} is no whole result: the run is done again, and replaces it.", stacklevel=2)
+        return None
+    if result is not None and file_name(result.config) != path.name:
+        warnings.warn(f"{path} is the result of another run: the run is done, and replaces it.", stacklevel=2)
         return None
     return None if result is None or None in result.config["fingerprints"].values() else result

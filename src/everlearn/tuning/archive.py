@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from everlearn import atomic
 from everlearn.method import parts
-from everlearn.tuning.space import Dimension, first_values
+from everlearn.tuning.space import Dimension, Value, first_values
 from everlearn.tuning.start import Start
 
 ENDED = ("COMPLETE", "PRUNED")
+STUDY_FILE = "study.db"
+QUESTION, FIRST_VALUES, QUEUED = "question", "first values", "first values are queued"  # attributes of a study
 
 
 @contextmanager
@@ -45,17 +49,37 @@ def _ready(optuna: Any, path: Path, at: Sequence[Dimension], starts: Sequence[St
         seed=starts[0].training.seed + len(found.trials),  # gone on with, it proposes others than before
         n_startup_trials=max(1, trials // 2),
     )
-    if not found.trials:
-        found.set_user_attr("question", question)
-        for values in first_values(at, trials):
-            found.enqueue_trial(values)
+    if QUESTION not in found.user_attrs:
+        found.set_user_attr(QUESTION, question)
+    _queue_first_values(found, first_values(at, trials))
     return found
+
+
+def _queue_first_values(found: Any, values: Sequence[dict[str, Value]]) -> None:
+    """Queue what is tried before anything is known, all of it, also where a process was killed while it did so.
+
+    Each value is queued by a write of its own. The whole list is noted before the first of them, because a later call may ask for
+    another number of trials, and that it is done after the last.
+    """
+    if found.user_attrs.get(QUEUED):
+        return
+    if FIRST_VALUES not in found.user_attrs:
+        found.set_user_attr(FIRST_VALUES, list(values))
+    for value in found.user_attrs[FIRST_VALUES]:
+        found.enqueue_trial(value, skip_if_exists=True)
+    found.set_user_attr(QUEUED, True)
+
+
+def _storage(optuna: Any, path: Path) -> Any:
+    """The storage of a file of any name: SQLite is given the path itself, as in a URL some characters mean something else."""
+    connect = partial(sqlite3.connect, path.absolute(), check_same_thread=False)
+    return optuna.storages.RDBStorage(f"sqlite:///{STUDY_FILE}", engine_kwargs={"creator": connect})
 
 
 def _open(optuna: Any, path: Path) -> Any:
     try:
         found = optuna.create_study(
-            storage=f"sqlite:///{path}", study_name="everlearn", direction="maximize", load_if_exists=True
+            storage=_storage(optuna, path), study_name="everlearn", direction="maximize", load_if_exists=True
         )
         _ = found.trials, found.user_attrs  # what is damaged is found now
     except Exception as error:  # of the database, whose kinds are its own, or of what it holds
@@ -71,7 +95,7 @@ def _damaged(path: Path, error: BaseException) -> ValueError:
 
 
 def _check(found: Any, path: Path, question: str) -> None:
-    before = found.user_attrs.get("question", None if found.trials else question)
+    before = found.user_attrs.get(QUESTION, None if found.trials else question)
     if before is None:
         raise ValueError(f"{path} is a study that everlearn has not made: give another folder, or move it away.")
     if before != question:

@@ -98,7 +98,7 @@ def tune(
         Start(make_model, method, at, s, t, optimizer, keep_optimizer, place, folder, checkpoint)
         for s, t in zip(made, each, strict=True)
     ]
-    with archive.study(optuna, atomic.writable_folder(folder) / "study.db", at, starts, trials) as study:
+    with archive.study(optuna, atomic.writable_folder(folder) / archive.STUDY_FILE, at, starts, trials) as study:
         trials = min(trials, archive.most(at, trials))
         asked = Asked(study, optuna, at, starts, prune, trials)
         seen = asked.known()

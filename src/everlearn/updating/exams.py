@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from everlearn.method import Method
+from everlearn.checks import check_outputs
+from everlearn.params import evaluating
 from everlearn.seeds import generator
 from everlearn.stream import Task
-from everlearn.trainer.evaluation import evaluate, outputs_of
+from everlearn.trainer.evaluation import outputs_of
+from everlearn.trainer.training import device_of
 
 GIVEN = -1  # the number of an exam that comes with an update and is not kept
 MARK = 16  # bytes that tell one example from another
@@ -97,16 +99,46 @@ def unpacked_marks(content: bytes) -> set[bytes]:
     return {content[i : i + MARK] for i in range(0, len(content), MARK)}
 
 
-def measure(model: nn.Module, exams: Iterable[Exam]) -> dict[int, float]:
-    """The share of right answers in each exam, of the plain model as whoever deploys it asks it; what it has no output for is wrong."""
-    return {exam.number: _score(model, exam) for exam in exams}
+@torch.no_grad()
+def correct_answers(model: nn.Module, exams: Iterable[Exam]) -> dict[int, Tensor]:
+    """Which examples of each exam the plain model answers correctly, as whoever deploys it would ask it.
+
+    What it has no output for is wrong.
+    """
+    return {exam.number: _correct(model, exam) for exam in exams}
 
 
-def _score(model: nn.Module, exam: Exam) -> float:
-    known = exam.y < outputs_of(model, exam.x, str(exam))
-    if not known.any():
-        return 0.0
-    [right] = evaluate(
-        model, Method(), [Exam(exam.number, exam.title, exam.x[known], exam.y[known]).task], batch_size=256
-    )
-    return right * float(known.float().mean())
+def scores(correct: Mapping[int, Tensor]) -> dict[int, float]:
+    """The share of correct answers in each exam."""
+    return {number: float(answers.double().mean()) for number, answers in correct.items()}
+
+
+def skill_above_chance(exam: Exam, correct: Tensor) -> float:
+    """How far a model is above guessing: 0 is a guess that does not look at its inputs, 1 is perfect.
+
+    The mean of the accuracies of all classes is taken: however unequal the classes are, guessing gives 1 / classes.
+
+    >>> exam = Exam(0, "old", torch.zeros(4, 1), torch.tensor([0, 0, 0, 1]))
+    >>> skill_above_chance(exam, torch.tensor([True, True, True, False]))  # always the larger class
+    0.0
+    """
+    recalls = torch.stack([correct[exam.y == label].double().mean() for label in exam.y.unique()])
+    if len(recalls) == 1:
+        return float(recalls[0])
+    chance = 1 / len(recalls)
+    return (float(recalls.mean()) - chance) / (1 - chance)
+
+
+def _correct(model: nn.Module, exam: Exam) -> Tensor:
+    correct = torch.zeros(len(exam), dtype=torch.bool)
+    known = (exam.y < outputs_of(model, exam.x, str(exam))).nonzero().flatten()
+    device = device_of(model)
+    with evaluating(model):
+        for rows in known.split(256) if len(known) else ():
+            task = Exam(exam.number, exam.title, exam.x[rows], exam.y[rows]).task
+            (batch,) = task.examples(len(rows), "test")
+            current = batch.to(device)
+            outputs = model(current.x)
+            check_outputs(task, current, outputs)
+            correct[rows] = current.score(outputs).bool().cpu()
+    return correct

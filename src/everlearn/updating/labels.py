@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from everlearn.sources.data import Data
+from everlearn.sources.data import Data, first_few
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Classes:
         """With the classes that are new in these data behind the others, in alphabetical order."""
         if not self.names and data.names:
             raise ValueError(
-                f"The labels of {where} are words ({_some(data.names)}), and which output stands for which is not known: give the "
+                f"The labels of {where} are words ({first_few(data.names)}), and which output stands for which is not known: give the "
                 "names of the outputs in their order, classes=[…] (--classes cat,dog,… on the command line)."
             )
         return Classes((*self.names, *sorted(set(self._words(data)) - set(self.names))))
@@ -36,7 +36,7 @@ class Classes:
         """The same data with the outputs' numbers as labels."""
         if unknown := sorted(set(self._words(data)) - set(self.names)):
             raise ValueError(
-                f"{where} has classes that no output stands for: {_some(unknown)}; there are {_some(self.names)}."
+                f"{where} has classes that no output stands for: {first_few(unknown)}; there are {first_few(self.names)}."
             )
         (x, y), (x_test, y_test) = data
         return Data((x, self._places(y, data.names)), (x_test, self._places(y_test, data.names)))
@@ -47,13 +47,13 @@ class Classes:
             if int(y.max()) >= len(self.names):
                 raise ValueError(
                     f"{where} has the label {int(y.max())}, but only the outputs 0 to {len(self.names) - 1} have names "
-                    f"({_some(self.names)}): write classes as words."
+                    f"({first_few(self.names)}): write classes as words."
                 )
             return max(outputs, len(self.names))
         beyond = sorted({int(c) for c in y.unique()} - set(range(outputs)))
         if beyond != list(range(outputs, outputs + len(beyond))):
             raise ValueError(
-                f"{where} has the labels {_some(beyond)}, but the model has the outputs 0 to {outputs - 1}: let new classes go on "
+                f"{where} has the labels {first_few(beyond)}, but the model has the outputs 0 to {outputs - 1}: let new classes go on "
                 f"with {outputs}, or name the outputs in their order, classes=[…] (--classes on the command line)."
             )
         return outputs + len(beyond)
@@ -84,9 +84,5 @@ def given(names: Sequence[str] | None) -> Classes:
     if isinstance(names, str) or not names or not all(isinstance(name, str) and name for name in names):
         raise TypeError(f"classes are the names of the outputs in their order, as in ['cat', 'dog']; got {names!r}.")
     if twice := sorted({name for name in names if list(names).count(name) > 1}):
-        raise ValueError(f"classes: {_some(twice)} stands there twice; an output has one name.")
+        raise ValueError(f"classes: {first_few(twice)} stands there twice; an output has one name.")
     return Classes(tuple(names))
-
-
-def _some(names: Sequence[object], most: int = 5) -> str:
-    return ", ".join(map(str, names[:most])) + (", …" if len(names) > most else "")

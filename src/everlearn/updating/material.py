@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from everlearn.fingerprint import fingerprint
-from everlearn.sources.data import Data
+from everlearn.sources.data import Data, first_few
 from everlearn.trainer.evaluation import outputs_of
 from everlearn.updating import reading
 from everlearn.updating.exams import GIVEN, Exam, marks, unexamined, unlearned
@@ -87,7 +87,7 @@ class Material:
                 f"The weights have {self.outputs} outputs, those of the last update had {self.known}: the others begin anew."
             )
         if names:
-            told.append(f"New classes: {', '.join(names)}.")
+            told.append(f"New classes: {first_few(names, limit=20)}.")
         if self.needed > self.outputs:
             told.append(
                 f"The output layer grew from {self.outputs} to {self.needed} outputs: load the weights with everlearn.updating.load, or "
@@ -111,7 +111,13 @@ class Material:
 def gather(now: Standing, data: Any, old: Any, rules: Rules) -> Material:
     """Read what is to be learned and what is brought along of old skills."""
     title, known = _title(data, "the new data"), now.classes
+    old_title = _title(old, "the old data")
     raw = _read(now, data, title, rules)
+    old_raw = None if old is None else _read(now, old, old_title, rules)
+    if old_raw is not None:
+        reading.check_same_columns(raw, title, old_raw, old_title)
+    # Whatever order the next file has, its columns are found by these names.
+    now.columns = now.columns or tuple(raw.features) or tuple(old_raw.features if old_raw is not None else ())
     classes = known.with_those_of(raw, title)
     pair, held = classes.numbered(raw, title)
     outputs = outputs_of(now.model, pair[0], title)
@@ -121,19 +127,16 @@ def gather(now: Standing, data: Any, old: Any, rules: Rules) -> Material:
     needed = classes.needed(torch.cat([pair[1], held[1]]), wide, title)
     exam, own = Exam(now.next, title, *held), str(fingerprint([pair, held]))
     task = Material(title, classes, pair, exam, outputs, wide, needed, own)
-    if old is not None:
-        name = _title(old, "the old data")
-        task.old_pair, old_held = known.numbered(_read(now, old, name, rules), name)
-        task.old_exam = Exam(0 if now.version is None else GIVEN, name, *old_held)
+    if old_raw is not None:
+        task.old_pair, old_held = known.numbered(old_raw, old_title)
+        task.old_exam = Exam(0 if now.version is None else GIVEN, old_title, *old_held)
     task.divide(now, rules.keep)
     return task
 
 
 def _read(now: Standing, data: Any, title: str, rules: Rules) -> Data:
-    found = reading.read(data, now.reading, rules.exam)
+    found = reading.read(data, now.reading, rules.exam, now.columns)
     reading.check(found, title)
-    if found.features:
-        now.reading = replace(now.reading, x=tuple(found.features))  # the next file may have them in another order
     return found
 
 

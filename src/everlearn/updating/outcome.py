@@ -10,15 +10,19 @@ from statistics import fmean
 from typing import Annotated, get_type_hints
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from everlearn.fields import NonNegative, Range, check_field
 from everlearn.metrics import Matrix
 from everlearn.report.table import columns
 from everlearn.results import Result
 from everlearn.updating.exams import GIVEN, Exam
+from everlearn.updating.intervals import LEVEL, PairedCounts, mean_fall_interval
 
 Scores = dict[int, float]  # the share of right answers, by the number of the exam
 History = Mapping[int, Scores]  # after each update, by its number
+SHOWN = 10  # classes in a report
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,67 @@ class Rules:
             return None
         return round(max(falls) if self.each else fmean(falls), 9) + 0.0
 
+    def interval(self, counts: Sequence[PairedCounts]) -> tuple[float, float] | None:
+        """The confidence interval, in points, of what ``fall`` estimates; None where there are no old exams.
+
+        With ``each`` it is that of the exam that lost most, wide enough to hold for all exams together (Bonferroni).
+        """
+        if not counts:
+            return None
+        if self.each:
+            low, high = max(counts, key=lambda pair: pair.fall).interval(1 - (1 - LEVEL) / len(counts))
+        else:
+            low, high = mean_fall_interval(counts)
+        return 100 * low, 100 * high
+
+
+@dataclass(frozen=True)
+class ClassScore:
+    """The accuracy on one class of the old exams.
+
+    Args:
+        name: of the class, or the number of its output.
+        examples: how many there are, in all old exams.
+        before: the share of correct answers before the update.
+        after: the share of correct answers after it.
+    """
+
+    name: str
+    examples: int
+    before: float
+    after: float
+
+    @property
+    def fall(self) -> float:
+        """By how many points its accuracy has fallen."""
+        return 100 * (self.before - self.after)
+
+
+def class_scores(
+    exams: Sequence[Exam], before: Mapping[int, Tensor], after: Mapping[int, Tensor], names: Sequence[str]
+) -> list[ClassScore]:
+    """The accuracies of all classes of some exams, counted together.
+
+    Args:
+        exams: whose examples count.
+        before: which examples were answered correctly before, by the number of the exam.
+        after: the same after.
+        names: of the classes; empty where they have none.
+    """
+    if not exams:
+        return []
+    y = torch.cat([exam.y for exam in exams])
+    correct_before = torch.cat([before[exam.number] for exam in exams]).double()
+    correct_after = torch.cat([after[exam.number] for exam in exams]).double()
+    found = []
+    for label in y.unique().tolist():
+        own = y == label
+        name = names[label] if label < len(names) else str(label)
+        found.append(
+            ClassScore(name, int(own.sum()), float(correct_before[own].mean()), float(correct_after[own].mean()))
+        )
+    return found
+
 
 @dataclass(eq=False, repr=False)
 class Update:
@@ -64,8 +129,11 @@ class Update:
         before: the same of the model before this update.
         after: the same of the new model.
         fall: by how many points old accuracy has fallen; None where there was no old exam.
+        interval: the 95 % confidence interval of that fall, in points.
+        classes: the accuracy on every class of the old exams, before and after.
         rules: by which it was judged.
         notes: what else should be known.
+        suggestions: what to try where it was refused.
         place: the folder of the report; None where nothing was written.
         result: all updates as one result, with the accuracy matrix.
     """
@@ -79,8 +147,11 @@ class Update:
     before: Scores = field(default_factory=dict)
     after: Scores = field(default_factory=dict)
     fall: float | None = None
+    interval: tuple[float, float] | None = None
+    classes: list[ClassScore] = field(default_factory=list)
     rules: Rules = field(default_factory=Rules)
     notes: list[str] = field(default_factory=list)
+    suggestions: list[str] = field(default_factory=list)
     place: Path | None = None
     result: Result | None = None
 
@@ -88,6 +159,14 @@ class Update:
     def old(self) -> list[int]:
         """The numbers of the exams of old skills."""
         return [exam.number for exam in self.exams if exam.number != self.number]
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether the whole confidence interval is on the side of the tolerance that the verdict is on."""
+        if self.interval is None:
+            return False
+        low, high = self.interval
+        return high <= self.rules.tolerance if self.accepted else low > self.rules.tolerance
 
     def doubts(self) -> list[str]:
         """Words of warning where nothing new was learned, and where the old exams are too small to tell."""
@@ -109,7 +188,10 @@ class Update:
             return "\n".join(self.notes)
         verdict = "accepted" if self.accepted else "refused, nothing is replaced"
         head = f"Update {self.number} with {self.method}: {verdict}."
-        return "\n".join([head, "", self._table(), "", self._verdict(), *self.notes])
+        lines = [head, "", self._table(), "", self._verdict(), *self._certainty(), *self._class_table(), *self.notes]
+        if self.suggestions:
+            lines += ["", "What to try:", *(f"- {suggestion}" for suggestion in self.suggestions)]
+        return "\n".join(lines)
 
     __repr__ = __str__
 
@@ -127,6 +209,31 @@ class Update:
         moved = f"{abs(self.fall):.1f} points {'less' if self.fall > 0 else 'more'}" if self.fall else "no change"
         what = "; in the exam that lost most" if self.rules.each else ":"
         return f"Old accuracy {then:.1f} → {now:.1f}{what} {moved}, at most {self.rules.tolerance:g} less are allowed."
+
+    def _certainty(self) -> list[str]:
+        """The interval of the fall in words."""
+        if self.interval is None:
+            return []
+        sizes = [len(exam) for exam in self.exams if exam.number != self.number]
+        low, high = self.interval
+        text = (
+            f"With 95 % confidence the loss is between {low:.1f} and {high:.1f} points ({sum(sizes):,} old examples)."
+        )
+        if not self.is_certain:
+            side = "more than what is allowed" if self.accepted else "no more than what is allowed"
+            text += f" So it may be {side}: only more old examples can tell."
+        return [text]
+
+    def _class_table(self) -> list[str]:
+        """The classes that lost more than the tolerance and more than one example, the worst first."""
+        lost = [c for c in self.classes if c.fall > self.rules.tolerance and c.fall * c.examples > 150]
+        lost.sort(key=lambda c: -c.fall * c.examples)
+        if not lost:
+            return []
+        rows = [["old classes that lost most, in %", "examples", "before", "after"]]
+        rows += [[c.name, f"{c.examples:,}", f"{100 * c.before:.1f}", f"{100 * c.after:.1f}"] for c in lost[:SHOWN]]
+        more = [f"… and {len(lost) - SHOWN} more classes."] if len(lost) > SHOWN else []
+        return ["", columns(rows), *more, ""]
 
 
 def with_this(history: History, update: Update, start: int) -> dict[int, Scores]:

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,9 @@ import torch
 from torch import nn
 
 from everlearn import atomic
-from everlearn.method import Method, label, parts
+from everlearn.method import Chain, Method, label, parts
+from everlearn.methods import METHODS
+from everlearn.sources.data import first_few
 from everlearn.trainer.training import device_of
 from everlearn.updating import weights as files
 from everlearn.updating.exams import Exam, unpacked, unpacked_marks
@@ -26,6 +28,10 @@ from everlearn.updating.state import State, Version
 from everlearn.updating.weights import CLASSES, UPDATE, Weights
 
 MODEL, METHOD = "model.safetensors", "method.pt"
+NO_METHOD = (
+    "A first update needs a method (--method), later ones take that of the first: er-ace, derpp or er where some examples may be kept, "
+    "which new classes need; mas, ewc or lwf where none may. 'everlearn advise' asks a few questions and tells which fit."
+)
 ACCEPT = "accept_weights=True (--accept-weights on the command line)"
 
 
@@ -48,6 +54,7 @@ class Standing:
         history: what was measured after each update.
         prints: of the data that were learned, and in which update.
         reading: how data files were read.
+        columns: the columns that the model's inputs are made of, in its order; empty where no table was read yet.
         notes: what should be known.
     """
 
@@ -65,6 +72,7 @@ class Standing:
     history: dict[int, Scores] = field(default_factory=dict)
     prints: dict[str, int] = field(default_factory=dict)
     reading: Reading = field(default_factory=Reading)
+    columns: tuple[str, ...] = ()
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -152,7 +160,8 @@ def standing(
         exams=[unpacked(e["number"], e["title"], version.read(exam_file(e["number"]))) for e in facts["exams"]],
         marks=set().union(*(unpacked_marks(version.read(name)) for name in marks_files(version))),
         history={int(v): {int(n): score for n, score in row.items()} for v, row in facts["history"].items()},
-        prints=dict(facts["learned"]), reading=Reading.from_json(facts["reading"]), notes=start.notes,
+        prints=dict(facts["learned"]), reading=Reading.from_json(facts["reading"]), columns=tuple(facts.get("columns", ())),
+        notes=start.notes,
     )  # fmt: skip
 
 
@@ -246,7 +255,7 @@ def _agreed(names: Classes, found: Weights, folder: State) -> Classes:
     theirs = tuple(json.loads(found.facts.get(CLASSES, "[]"))) if names.names else ()
     if any(ours != other for ours, other in zip(names.names, theirs, strict=False)):
         raise ValueError(
-            f"{found.path.name} names its outputs {', '.join(theirs)}, but in {folder.folder} they are {', '.join(names.names)}: give the "
+            f"{found.path.name} names its outputs {first_few(theirs)}, but in {folder.folder} they are {first_few(names.names)}: give the "
             f"state folder of this file, or start anew with an empty one, {ACCEPT}."
         )
     return Classes(max(names.names, theirs, key=len))
@@ -256,7 +265,7 @@ def _same(stored: list[str], asked: Sequence[str] | None) -> Classes:
     """The names that outputs have; they stay."""
     if asked is not None and list(asked) != stored[: len(asked)]:
         raise ValueError(
-            f"classes: the outputs have names since the first update, {', '.join(stored) or 'their numbers'}: leave it out."
+            f"classes: the outputs have names since the first update, {first_few(stored) or 'their numbers'}: leave it out."
         )
     return Classes(tuple(stored))
 
@@ -283,3 +292,32 @@ def _restore(method: Method, version: Version, device: torch.device) -> None:
 def kinds(method: Method) -> list[str]:
     """The classes of a method, or of all in a chain."""
     return [type(m).__name__ for m in parts(method)]
+
+
+def field_values(method: Method) -> list[dict[str, Any]] | None:
+    """The fields of a method, or of all in a chain, as JSON has them; None where they do not all fit into it."""
+    values = [{f.name: getattr(m, f.name) for f in fields(m)} for m in parts(method)]
+    try:
+        json.dumps(values, allow_nan=False)
+    except (TypeError, ValueError):
+        return None
+    return values
+
+
+def last_method(folder: State) -> Method:
+    """A fresh method of the kind and with the fields that the last update had."""
+    last = folder.current()
+    if last is None:
+        raise ValueError(NO_METHOD)
+    stored: dict[str, Any] = last.facts["method"]
+    known = {kind.__name__: kind for kind in METHODS.values()}
+    values = stored.get("values")
+    if values is None or not set(stored["kinds"]) <= set(known):
+        raise ValueError(
+            f"The state in {folder.folder} is of {stored['name']}, which cannot be made from its name: give the method."
+        )
+    made = [
+        known[kind](**{name: tuple(value) if isinstance(value, list) else value for name, value in own.items()})
+        for kind, own in zip(stored["kinds"], values, strict=True)
+    ]
+    return made[0] if len(made) == 1 else Chain(*made)

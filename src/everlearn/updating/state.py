@@ -182,7 +182,7 @@ def as_json(content: Mapping[str, Any]) -> bytes:
 def _json(path: Path, content: bytes) -> dict[str, Any]:
     try:
         return dict(json.loads(content))
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         raise ValueError(f"{path} cannot be read as the state of an update: {CURE}.") from None
 
 

@@ -28,6 +28,7 @@ from everlearn.updating.standing import (
     MODEL,
     Standing,
     exam_file,
+    field_values,
     kinds,
     marks_file,
     marks_files,
@@ -86,7 +87,14 @@ def accept(folder: State, now: Standing, done: Learned, how: How) -> None:
             "from": now.number,
             "learned": {**now.prints, done.print: update.number},
             "data": {"title": update.exams[-1].title, "print": done.print, "examples": len(done.pair[1])},
-            "accuracy": {"before": update.before, "after": update.after, "fall": update.fall, **asdict(update.rules)},
+            "accuracy": {
+                "before": update.before,
+                "after": update.after,
+                "fall": update.fall,
+                "interval": update.interval,
+                "classes": [asdict(score) for score in update.classes],
+                **asdict(update.rules),
+            },
             "training": update.result.config["training"],
         },
     )
@@ -131,9 +139,15 @@ def _facts(
 ) -> dict[str, Any]:
     """What every version says of itself."""
     return {
-        "method": {"name": label(now.method), "kinds": kinds(now.method), "fields": repr(now.method)},
+        "method": {
+            "name": label(now.method),
+            "kinds": kinds(now.method),
+            "fields": repr(now.method),
+            "values": field_values(now.method),
+        },
         "classes": list(classes.names),
         "reading": asdict(now.reading),
+        "columns": list(now.columns),
         "exams": [{"number": e.number, "title": e.title, "examples": len(e)} for e in exams],
         "history": history,
         "made": made,

@@ -40,7 +40,7 @@ from everlearn.curvature.persample.tap import Tap
 from everlearn.curvature.persample.tapped import Plan, Tapped
 from everlearn.data import Batches
 from everlearn.forward import ask
-from everlearn.params import Params, is_sharded, named, unwrap
+from everlearn.params import Params, is_sharded, named, refuse_meta, unwrap
 from everlearn.stream import Task
 
 log = logging.getLogger("everlearn")
@@ -79,6 +79,7 @@ class PerExample:
         self.confirmed = set[tuple[torch.Size, ...]]()  # shapes of inputs for which it gives the model's own outputs
         if not self.parameters:
             raise ValueError(f"{type(self.model).__name__} has no trainable parameters to take gradients of.")
+        refuse_meta(self.parameters.values())
         if any(map(is_sharded, self.parameters.values())):
             raise ValueError(
                 "No process has these parameters whole (FSDP), which gradients of single examples need: take the importance of a "

@@ -1,0 +1,64 @@
+"""What to try after an update was refused."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Annotated, get_args, get_origin, get_type_hints
+
+from everlearn.fields import Search
+from everlearn.method import Method, parts
+from everlearn.methods import METHODS
+from everlearn.replay import Replay
+
+
+def suggest(method: Method, *, is_first: bool, has_new_classes: bool, is_certain: bool) -> list[str]:
+    """Ways to lose less of the old skills, the most promising first.
+
+    Args:
+        method: what protected them.
+        is_first: whether nothing is remembered yet, so that the size of a memory can still be chosen.
+        has_new_classes: whether the update brings classes that the model had no output for.
+        is_certain: whether the old examples are enough to tell that too much was lost.
+
+    >>> from everlearn import EWC
+    >>> suggest(EWC(30.0), is_first=True, has_new_classes=False, is_certain=True)[0]
+    'More protection: --set ewc.strength=300.'
+    """
+    found = []
+    replays = any(isinstance(m, Replay) for m in parts(method))
+    if has_new_classes and not replays:
+        found.append(
+            "Replay: beside new classes only remembered examples keep the old ones: --method er-ace, derpp or er."
+        )
+    elif type(method) is Method:
+        found.append(
+            "A method that protects old skills: --method er-ace, derpp or er where examples may be kept, else mas or ewc."
+        )
+    for m in parts(method):
+        name = next((name for name, kind in METHODS.items() if kind is type(m)), type(m).__name__)
+        if isinstance(m, Replay) and is_first:
+            found.append(f"A larger memory: --set {name}.capacity={4 * m.capacity} keeps {4 * m.capacity} examples.")
+        elif isinstance(m, Replay):
+            found.append(f"More replay per step: --set {name}.size=128; a larger memory needs a new state folder.")
+        else:
+            strengths = [field for field in _searched_fields(m) if field == "strength"]
+            found += [f"More protection: --set {name}.{field}={10 * getattr(m, field):g}." for field in strengths]
+    found.append(
+        "Old and new rows together: put the old rows that you have into --data too; exams are left out of them."
+    )
+    found.append("Smaller changes: fewer --epochs, or a smaller --lr.")
+    if not is_certain:
+        found.append("More old examples to measure on (--old, --keep): these cannot tell whether too much was lost.")
+    found.append("A larger --tolerance, if the loss above is one that you can live with.")
+    return found
+
+
+def _searched_fields(method: Method) -> list[str]:
+    """The fields that have a range of values to search beside them."""
+    hints = get_type_hints(type(method), include_extras=True)
+    annotations = {f.name: hints[f.name] for f in fields(method)}
+    return [
+        name
+        for name, hint in annotations.items()
+        if get_origin(hint) is Annotated and any(isinstance(extra, Search) for extra in get_args(hint)[1:])
+    ]
