@@ -22,9 +22,11 @@ from everlearn import (
     Method,
     Task,
     evaluate,
+    growth,
     heads,
     nets,
     streams,
+    tracing,
     train,
 )
 from everlearn.curvature import Diagonal, fisher
@@ -718,8 +720,34 @@ def test_a_layer_of_another_width_is_refused(kind, inputs, hidden):
     _, method = learned(kind)
     other = nn.Sequential(nn.Linear(inputs, hidden), nn.Tanh(), nn.Linear(hidden, 3))
     x, y = torch.randn(32, inputs), torch.randint(3, (32,))
-    with pytest.raises(ValueError, match=r"has shape .* and was remembered with shape .* may get\s+more outputs"):
+    with pytest.raises(ValueError, match=r"has shape .* and was remembered with shape .* may get more outputs"):
         train(other, method, (x, y), epochs=1, batch_size=8)
+
+
+@pytest.mark.parametrize(
+    "method", [L2(), EWC(), EWC(structure="kronecker"), EWC(mode="online", decay=0.5), MAS(), SI()], ids=label
+)
+def test_a_layer_that_the_library_has_widened_goes_on_being_held(method):
+    model, method = body_and_head(), copy.deepcopy(method)
+    train(model, method, Task(data(), id=0), epochs=2, batch_size=8)
+    growth.widen(model, tracing.links(model)[0], 5)
+    assert method.penalty(model) == 0
+    learn_in("own loop", model, method, Task(data(), id=1))  # where the new inputs do not stay zero
+    assert model[2].weight[:, 6:].all() and method.bowl.anchor["2.weight"].shape == (3, 11)
+    other = nn.Sequential(nn.Linear(4, 20), nn.Tanh(), nn.Linear(20, 3))
+    with pytest.raises(ValueError, match=r"2.weight has shape \(3, 20\) and was remembered with shape \(3, 11\)"):
+        train(other, method, Task(data(), id=2), batch_size=8)
+
+
+def test_what_was_widened_is_known_to_a_state_that_is_loaded_while_it_learns():
+    model, method = body_and_head(), EWC()
+    train(model, method, data(), epochs=2, batch_size=8)
+    growth.widen(model, tracing.links(model)[0], 5)
+    method.penalty(model)
+    shift(model)
+    again = EWC()
+    again.load_state_dict(method.state_dict())
+    assert torch.equal(again.penalty(model), method.penalty(model)) and method.penalty(model) > 0
 
 
 @pytest.mark.parametrize("kind", [EWC, MAS, L2])

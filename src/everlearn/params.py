@@ -72,15 +72,18 @@ def snapshot(model: nn.Module) -> Params:
     return {name: p.detach().clone() for name, p in named(model).items()}
 
 
-def remembered(model: nn.Module, anchor: Params, parameters: Params | None = None) -> Params:
+def remembered(
+    model: nn.Module, anchor: Params, parameters: Params | None = None, widened: set[str] | None = None
+) -> Params:
     """The model's parameters, or those given if their names are known already, that have an anchor; in its shape, differentiable.
 
     A parameter that has no anchor is left out, and so are the rows by which one has grown since: what is new is free. What is
     frozen is left out too. An anchor none of whose names the model has is a mistake and raises, and so does a layer that has
-    changed in anything but its number of outputs.
+    changed in anything but its number of outputs. Inputs that ``growth.widen`` has added are known by their zeros, and names of
+    such layers are noted in ``widened``, because those zeros learn.
     """
     parameters = named(model) if parameters is None else parameters
-    known = {name: _old_rows(name, p, anchor[name]) for name, p in parameters.items() if name in anchor}
+    known = {name: _old_rows(name, p, anchor[name], widened) for name, p in parameters.items() if name in anchor}
     if anchor and not known and not set(anchor) & set(named_with_frozen(model)):
         raise ValueError(
             f"None of the remembered parameters ({_some(anchor)}) is a trainable parameter of this "
@@ -231,25 +234,36 @@ def matching(names: Iterable[str], only: str | Mapping[str, float] | None) -> di
     return {name: weight for name, weight in weights.items() if weight}
 
 
-def check_growth(name: str, shape: torch.Size, remembered_shape: torch.Size) -> None:
+def check_growth(name: str, parameter: Tensor, old_shape: torch.Size) -> None:
     """Refuse a parameter that has changed since it was remembered in anything but its number of rows.
 
     An output layer gets rows, and so does a table of embeddings; what the old ones mean stays. A layer with other inputs is
-    another layer: its old corner has nothing to do with what was remembered.
+    another layer, whose old corner has nothing to do with what was remembered, unless nothing is read from the new inputs:
+    so ``growth.widen`` leaves them.
     """
-    same_kind = len(shape) == len(remembered_shape) and shape[1:] == remembered_shape[1:]
-    if not same_kind or shape[:1] < remembered_shape[:1]:
-        raise ValueError(
-            f"{name} has shape {tuple(shape)} and was remembered with shape {tuple(remembered_shape)}: between tasks a layer may get "
-            "more outputs, as everlearn.heads.grow_output(model, outputs) gives them to the output layer; it may not shrink, get other "
-            "inputs or change its kind. Build the model in its final width before the first task, or begin anew with another method."
-        )
+    shape = parameter.shape
+    larger = len(shape) == len(old_shape) and all(new >= old for new, old in zip(shape, old_shape, strict=True))
+    if larger and shape[1:] == old_shape[1:]:
+        return
+    if larger:
+        rows = corner(parameter.detach(), [*old_shape[:1], *shape[1:]])
+        if rows.count_nonzero() == corner(rows, old_shape).count_nonzero():
+            return
+    raise ValueError(
+        f"{name} has shape {tuple(shape)} and was remembered with shape {tuple(old_shape)}: between tasks a layer may get more "
+        "outputs, as everlearn.heads.grow_output(model, outputs) gives them to the output layer, or units by everlearn.growth.widen; "
+        "it may not shrink, get other inputs or change its kind. Build the model in its final width before the first task, or begin "
+        "anew with another method."
+    )
 
 
-def _old_rows(name: str, p: Tensor, anchor: Tensor) -> Tensor:
+def _old_rows(name: str, p: Tensor, anchor: Tensor, widened: set[str] | None) -> Tensor:
     if p.shape == anchor.shape:
         return p
-    check_growth(name, p.shape, anchor.shape)
+    if widened is None or name not in widened:
+        check_growth(name, p, anchor.shape)
+        if widened is not None:
+            widened.add(name)
     return corner(p, anchor.shape)
 
 

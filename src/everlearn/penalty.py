@@ -161,7 +161,9 @@ class QuadraticPenalty(Method):
         weights = matching(known, self.only)
         _check(form, known, parameters)
         if self.bowl.anchor:
-            remembered(model, self.bowl.anchor, parameters)  # refuses layers that are not what they were
+            remembered(
+                model, self.bowl.anchor, parameters, self.bowl.widened
+            )  # refuses layers that are not what they were
         if not form.names & set(weights) and weights.keys() & parameters.keys():  # or all that is to be held is frozen
             raise ValueError(f"This importance is of none of the parameters that only={self.only!r} asks to hold.")
         if self.half and not isinstance(form, Diagonal):

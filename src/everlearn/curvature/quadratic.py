@@ -36,19 +36,21 @@ class Quadratic:
         anchor: m.
         slope: s; empty for zero.
         constant: c.
+        widened: parameters that were seen to have grown since.
     """
 
     form: Form = field(default_factory=Diagonal)
     anchor: Params = field(default_factory=dict)
     slope: Params = field(default_factory=dict)
     constant: float = 0.0
+    widened: set[str] = field(default_factory=set)
     _moved: set[str] = field(
         default_factory=set, init=False, repr=False
     )  # parameters that were seen to have a gradient
 
     def __call__(self, model: nn.Module) -> Tensor:
         """The height of the model's place in the bowl; its gradient costs one product with F, not a graph."""
-        theta = remembered(model, self.anchor)
+        theta = remembered(model, self.anchor, None, self.widened)
         if not theta:  # all of them are frozen
             return torch.zeros(())
         theta = self._with_frozen(model, theta)
@@ -62,7 +64,7 @@ class Quadratic:
         A parameter whose gradient is exactly zero keeps the ``p.grad`` it has, None where the loss does not touch it.
         """
         names = self.form.names
-        theta = {n: t for n, t in remembered(model, self.anchor, parameters).items() if n in names}
+        theta = {n: t for n, t in remembered(model, self.anchor, parameters, self.widened).items() if n in names}
         if not theta:  # all of them are frozen
             return
         if isinstance(self.form, Diagonal) and not self.slope:
@@ -128,6 +130,7 @@ class Quadratic:
     def add(self, form: Form, at: Params) -> None:
         """Another bowl, with its own minimum."""
         self._moved = set()
+        self.widened -= at.keys()
         if not self.anchor:
             self.form, self.anchor = form, dict(at)
         elif isinstance(self.form, Diagonal) and isinstance(form, Diagonal):
@@ -160,16 +163,17 @@ class Quadratic:
         """This form and no other, around a new place."""
         self.form, self.anchor, self.slope, self.constant = form, {**self.anchor, **to}, {}, 0.0
         self._moved = set()
+        self.widened -= to.keys()
 
     def state_dict(self) -> dict[str, Any]:
         """For saving."""
         kind = next(name for name, kind in FORMS.items() if isinstance(self.form, kind))
         facts = {"anchor": dict(self.anchor), "slope": dict(self.slope), "constant": self.constant}
-        return {"kind": kind, "form": self.form.state_dict(), **facts}
+        return {"kind": kind, "form": self.form.state_dict(), **facts, "widened": sorted(self.widened)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what was saved."""
-        self._moved = set()
+        self._moved, self.widened = set(), set(state["widened"])
         self.form = FORMS[state["kind"]]()
         self.form.load_state_dict(state["form"])
         self.anchor, self.slope, self.constant = dict(state["anchor"]), dict(state["slope"]), float(state["constant"])

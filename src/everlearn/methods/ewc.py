@@ -101,7 +101,7 @@ class EWC(QuadraticPenalty):
         form = form.damped(prior) if prior else form
         if self.cap is not None:
             form = Diagonal({n: v.clamp(max=self.cap) for n, v in form.diagonal().items()})
-        return Quadratic(form, self.bowl.anchor, self.bowl.slope, self.bowl.constant)
+        return Quadratic(form, self.bowl.anchor, self.bowl.slope, self.bowl.constant, self.bowl.widened)
 
     def end_task(self, model: nn.Module, task: Any) -> None:
         """Take the Fisher information where the task has left the model."""

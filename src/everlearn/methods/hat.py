@@ -234,7 +234,8 @@ class HAT(Isolation):
         if not self._links:
             self._links = self._found(inner, data)
         if self._untried and not any(isinstance(hook, Trial) for hook in inner._forward_pre_hooks.values()):
-            inner.register_forward_pre_hook(Trial(self), with_kwargs=True)
+            compiled = any("_orig_mod" in module._modules for module in model.modules())
+            inner.register_forward_pre_hook(Trial(self, compiled), with_kwargs=True)
         consumers = [inner.get_submodule(link.consumer) for link in self._links]
         if all(any(_is_gate(hook, self) for hook in m._forward_pre_hooks.values()) for m in consumers):
             return
@@ -397,14 +398,14 @@ class Gate:
 class Trial:
     """A hook before the model's first pass in training, on which links are tried that no data told of before."""
 
-    def __init__(self, method: HAT) -> None:
+    def __init__(self, method: HAT, compiled: bool) -> None:
         self.method = method
+        self.run = torch.compiler.disable(method.try_links) if compiled else method.try_links
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Once, in training mode."""
         if self.method._untried and module.training:
-            self.method.try_links(module, args, kwargs)
+            self.run(module, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Trial:
         return self

@@ -185,7 +185,7 @@ class SI(QuadraticPenalty):
                 continue
             start, held = p.clone(), self.bowl.anchor.get(name)
             if held is not None:  # the rows it had stay held
-                check_growth(name, p.shape, held.shape)
+                check_growth(name, p, held.shape)
                 corner(start, held.shape).copy_(held)
             if name in self.omega.values:
                 self.omega.values[name] = grown(self.omega.values[name], p.shape)
