@@ -235,6 +235,7 @@ class Threefold(Method):
         return 3 * batch.loss(out)
 
 
+@pytest.mark.filterwarnings("ignore:This loop clips its gradients")
 @pytest.mark.parametrize("way", ["unequal shares", "a sum", "clipped", "scaled"])
 def test_attached_it_weighs_as_processes_do_together(way, two, data):
     def gradients():

@@ -190,7 +190,7 @@ def test_outputs_without_logits_say_what_to_do():
         lambda m: EWC().loss(m, Batch(X, Y)),
         lambda m: Method().predict(m, X),
     ):
-        with pytest.raises(TypeError, match=r"a tensor of outputs or an object with \.logits, it gave a tuple"):
+        with pytest.raises(TypeError, match=r"a tensor of outputs, it gave a tuple without a tensor of \.logits"):
             call(Many())
 
 

@@ -80,8 +80,8 @@ def _logits(out: Any) -> Tensor:
     if isinstance(logits, Tensor):
         return logits
     raise TypeError(
-        f"The model must give a tensor of outputs or an object with .logits, it gave a {type(out).__name__}: wrap it in a "
-        "module whose forward(x) returns the outputs alone."
+        f"The model must give a tensor of outputs, it gave a {type(out).__name__} without a tensor of .logits: wrap it in a module "
+        "whose forward(x) returns the outputs alone."
     )
 
 
