@@ -114,7 +114,7 @@ class Batch:
     def labeled_rows(self) -> Tensor | None:
         """A mask of the examples that have a label which counts; None where all have."""
         counted = self.likelihood.counted(self.y)
-        if counted is None:
+        if counted is None or counted.all():  # nearly always
             return None
         rows = counted.flatten(1).any(1)
         return None if rows.all() else rows
