@@ -170,6 +170,19 @@ def test_steps_of_parameters_are_tried_by_name():
     torch.testing.assert_close(predictive_kl(model, delta, [(x, Y)]), predictive_kl(plain(model), delta, (X * Z, Y)))
 
 
+def test_options_among_named_inputs_stay_what_they_are():
+    class Optional(Named):
+        def forward(self, input_ids=None, attention_mask=None, doubled=False, name="", layers=()):
+            assert doubled is True and name == "first" and layers == [1, 2]
+            return Answer(2 * self.layer(input_ids * attention_mask))
+
+    model, method = Optional(), LwF()
+    options = {**NAMES, "doubled": True, "name": "first", "layers": [1, 2]}
+    right = plain(model)(X * Z)
+    torch.testing.assert_close(method.predict(model, options), 2 * right)
+    torch.testing.assert_close(Method().loss(model, Batch(options, Y)), nn.functional.cross_entropy(2 * right, Y))
+
+
 def test_how_inputs_are_spread():
     assert arguments(OfPair(), (1, 2)) == (((1, 2),), {}), "the second would be taken for the scale"
     assert arguments(Two(), (1, 2, 3)) == (((1, 2, 3),), {})

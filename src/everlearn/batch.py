@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from everlearn.data import Inputs, as_inputs
+from everlearn.data import Inputs, unlisted
 from everlearn.likelihood import Categorical, Likelihood
 
 Transform = Callable[[Inputs], Inputs]
@@ -42,10 +42,10 @@ class Batch:
     transform: Transform | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.x, Tensor) and not all(isinstance(leaf, Tensor) for leaf in tree_leaves(self.x)):
-            self.x = as_inputs(self.x)
+        if not isinstance(self.x, Tensor):
+            self.x = unlisted(self.x)
         if self.y is not None and (not isinstance(self.y, Tensor) or self.y.dtype in NARROW):
-            self.y = self.likelihood.labels(as_inputs(self.y))
+            self.y = self.likelihood.labels(unlisted(self.y))
 
     def __len__(self) -> int:
         return len(self.x if isinstance(self.x, Tensor) else tree_leaves(self.x)[0])

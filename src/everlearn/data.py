@@ -326,11 +326,18 @@ def as_inputs(x: Any) -> Inputs:
     return _tensor(x)
 
 
+def unlisted(x: Any) -> Any:
+    """An array or a list of numbers as a tensor; anything else, such as a dict with options among its tensors, as it is."""
+    return _tensor(x) if isinstance(x, np.ndarray) or _are_numbers(x) else x
+
+
 def _are_numbers(value: Any) -> bool:
-    """Whether it is a list of numbers, or of such lists, by its first entry."""
-    while isinstance(value, (list, tuple)) and len(value):
-        value = value[0]
-    return isinstance(value, Real)
+    """Whether it is a row of numbers, or a list of such rows; a tuple of lists is several inputs."""
+    if not isinstance(value, (list, tuple)) or not len(value):
+        return False
+    if isinstance(value[0], Real):
+        return True
+    return isinstance(value, list) and all(isinstance(row, (list, tuple)) for row in value) and _are_numbers(value[0])
 
 
 def _are_alike(a: Any, b: Any) -> bool:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from everlearn.attachment import Attachment
 from everlearn.batch import Batch
-from everlearn.data import as_inputs
+from everlearn.data import unlisted
 from everlearn.fields import check_field
 from everlearn.forward import ask, check_next_tokens
 from everlearn.likelihood import Likelihood
@@ -113,7 +113,7 @@ class Method:
     def predict(self, model: nn.Module, x: Any, task: Tensor | None = None) -> Tensor:
         """Outputs at test time, in evaluation mode; ``task`` holds each example's where known. [at most one may replace it]"""
         with evaluating(model):
-            return ask(model, as_inputs(x))
+            return ask(model, unlisted(x))
 
     # Given.
 

@@ -131,7 +131,7 @@ def test_outputs_that_are_no_tensor_are_refused():
             return self.layer(x), x
 
     engine = PerExample(Two())
-    with pytest.raises(TypeError, match="a tensor of outputs or an object"), untouched(engine.model):
+    with pytest.raises(TypeError, match="a tensor of outputs, it gave a tuple"), untouched(engine.model):
         engine.update(torch.randn(5, 4), lambda out: [out], Elementwise(engine.parameters))
 
 
