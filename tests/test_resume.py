@@ -102,6 +102,7 @@ def test_every_method_goes_on_exactly(name, outcome):
     assert equal(whole, outcome(METHODS[name], [7, 6, 9, 11], folder="killed"))
 
 
+@pytest.mark.filterwarnings("ignore:The running statistics")  # that they move is what is tested
 @pytest.mark.parametrize("name", ["finetune", "ewc", "er", "packnet", "hat", "generative"])
 def test_with_dropout_statistics_momenta_schedules_and_the_same_optimizer(name, outcome):
     settings = {

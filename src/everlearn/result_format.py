@@ -114,7 +114,7 @@ def _check(content: Any) -> None:
     initial = content.get("initial")
     _expect(_are_numbers(initial) and len(initial) in (0, columns), f"initial has no {columns} numbers")
     examples = content.get("examples", [])  # older files have none
-    counted = isinstance(examples, list) and all(_is_whole(count) and count >= 0 for count in examples)
+    counted = isinstance(examples, list) and all(_is_whole(count) and count > 0 for count in examples)
     _expect(counted and len(examples) in (0, columns), f"examples has no {columns} counts")
     _check_cost(content["cost"])
     made = content["made"]
@@ -143,6 +143,9 @@ def _check_config(config: dict[str, Any], columns: int) -> None:
     _expect(isinstance(stream.get("name", ""), str), "config.stream.name is no text")
     tasks = stream.get("tasks", columns)
     _expect(tasks == columns, f"config.stream.tasks is {tasks!r} but accuracy has {columns} columns")
+    iterations = config.get("training", {}).get("iterations")
+    for key, count in (("stream.merged", stream.get("merged", 1)), ("training.iterations", iterations or 1)):
+        _expect(_is_whole(count) and count > 0, f"config.{key} is no count")
     groups = config.get("training", {}).get("groups", [])
     _expect(
         isinstance(groups, list) and all(isinstance(g, dict) for g in groups), "config.training.groups are no mappings"
