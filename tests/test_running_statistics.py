@@ -9,8 +9,32 @@ import torch.nn.functional as F
 from torch import nn
 
 import everlearn
-from everlearn import AGEM, DER, ER, EWC, GEM, L2, MAS, SI, Batch, DERpp, Freeze, LwF, Method, nets, streams
+from everlearn import (
+    AGEM,
+    DEN,
+    DER,
+    ER,
+    EWC,
+    GEM,
+    HAT,
+    L2,
+    MAS,
+    PNN,
+    SI,
+    Batch,
+    DERpp,
+    ExpandableRepresentation,
+    ExpandNet,
+    Freeze,
+    LwF,
+    Method,
+    PackNet,
+    nets,
+    streams,
+)
 from everlearn.running_statistics import tracking_layers
+
+pytestmark = pytest.mark.filterwarnings("error:The running statistics of:UserWarning")
 
 UNPROTECTED = {
     "EWC": lambda: EWC(1.0),
@@ -75,6 +99,11 @@ def test_methods_say_once_and_by_name_that_statistics_follow_new_data(name):
     with pytest.warns(UserWarning, match=rf"statistics of 0\.1, 1\.1 \(2 in all, BatchNorm2d\).*{name}") as caught:
         learn(model, method, [second], epochs=2)
     assert len(caught) == 1
+
+
+@pytest.mark.parametrize("kind", [Method, Freeze, PackNet, HAT, PNN, ExpandNet, DEN, ExpandableRepresentation])
+def test_methods_that_keep_statistics_for_each_task_or_promise_nothing_are_silent(kind):
+    learn(convolutional_net(), kind(), [(x[:96], y[:96]) for x, y in shifted_tasks()])
 
 
 def test_a_loop_that_only_adds_the_penalty_is_told_too():

@@ -169,7 +169,7 @@ def test_an_update_is_what_one_writes_oneself(shop):
     model, method = make(), ER(200)
     method.memory = Memory(200, "balanced", by=("t", "y"))  # as an update has it by default
     model.load_state_dict(safetensors.torch.load_file("state/update-0000/model.safetensors"))
-    for batch in Task(parts[0][0], id=0).batches(32):
+    for batch in Task(parts[0][0], id=0).batches(32, 4):
         method.observe(batch, model(batch.x).detach())
     method.end_task(model, parts[0][0])
     for number in (1, 2):

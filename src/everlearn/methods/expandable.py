@@ -163,6 +163,9 @@ class ExpandableRepresentation(Replay):
     def observe(self, batch: Batch, out: Tensor) -> None:
         """Nothing: the memory is filled when the task ends, with features that are learned."""
 
+    def after_step(self, model: nn.Module) -> None:
+        """Nothing to check: every extractor keeps the running statistics of its own task."""
+
     def end_task(self, model: nn.Module, task: Any) -> None:
         """Balance the classifier, then remember some of the task's examples."""
         if not self.begun:

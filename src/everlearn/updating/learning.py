@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from everlearn.forward import ask
 from everlearn.heads import grow_output
 from everlearn.memory import Memory
 from everlearn.method import Chain, Method, label, parts
@@ -112,7 +113,7 @@ def remember(model: nn.Module, method: Method, pair: Pair, how: How) -> None:
         # As often as the new data will be shown, or a memory would hold these for fewer than they are.
         for batch in task.batches(training.batch_size, training.epochs, training.iterations, training.seed):
             here = batch.to(device)
-            method.observe(here, model(here.x))
+            method.observe(here, ask(model, here.x))
     method.end_task(model, task)
 
 
