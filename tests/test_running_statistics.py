@@ -156,6 +156,52 @@ def test_frozen_layers_normalize_by_what_they_keep_whatever_mode_the_loop_sets()
     assert torch.equal(model(x[:8]), reference(x[:8]))
 
 
+def test_a_penalty_that_is_asked_before_the_forward_pass_is_not_mistaken():
+    model, method = convolutional_net(), EWC(1.0) + Freeze("statistics")
+    first, second = ((x[:64], y[:64]) for x, y in shifted_tasks())
+    learn_by_penalty(model, method, [first])
+    model.train()
+    loss = method.penalty(model) + F.cross_entropy(model(second[0]), second[1])
+    assert loss.isfinite()
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_loop_that_takes_only_the_loss_of_replay_is_told(begins):
+    model, method = convolutional_net(), ER(50)
+    first, second = ((x[:64], y[:64]) for x, y in shifted_tasks())
+    method.loss(model, Batch(*first))
+    method.end_task(model, first)
+    if begins:
+        method.begin_task(model, second)
+    with pytest.warns(UserWarning, match="The running statistics of"):
+        method.loss(model, Batch(*second))
+
+
+def test_statistics_are_frozen_again_by_resume_where_no_task_was_begun():
+    model, method = convolutional_net(), Freeze("statistics")
+    first, second = ((x[:64], y[:64]) for x, y in shifted_tasks())
+    learn_by_penalty(model, method, [first])
+    other, resumed = convolutional_net(), Freeze("statistics")
+    other.load_state_dict(model.state_dict())
+    resumed.load_state_dict(method.state_dict())
+    resumed.resume(other, second)
+    kept = statistics(other)
+    other.train()(second[0])
+    assert all(torch.equal(v, kept[n]) for n, v in statistics(other).items())
+
+
+def test_a_copied_model_has_one_hook_and_is_freed_like_the_original():
+    model, method = convolutional_net(), Freeze("statistics")
+    first = tuple(v[:64] for v in shifted_tasks()[0])
+    learn_by_penalty(model, method, [first])
+    copied_model, copied_method = copy.deepcopy(model), copy.deepcopy(method)
+    copied_method.begin_task(copied_model, first)
+    assert [len(layer._forward_pre_hooks) for layer in tracking_layers(copied_model).values()] == [1, 1]
+    copied_method.detach(copied_model)
+    assert [len(layer._forward_pre_hooks) for layer in tracking_layers(copied_model).values()] == [0, 0]
+    assert [len(layer._forward_pre_hooks) for layer in tracking_layers(model).values()] == [1, 1]
+
+
 def test_statistics_stay_frozen_after_loading_and_are_free_after_detach():
     model, method = convolutional_net(), Freeze("statistics") + ER(50)
     tasks = [(x[:96], y[:96]) for x, y in shifted_tasks()]

@@ -9,6 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from everlearn.params import Params, named_with_frozen, unwrap
+from everlearn.running_statistics import HoldStatistics
+
+HELD_BY_LOCKS = HoldStatistics("Locks")
 
 Checksum = tuple[str, int]  # the precision it was taken in, and the number
 
@@ -51,7 +54,7 @@ class Locks:
             held = [leaf for leaf, name in own.items() if name in wanted]
             self.buffers += [(module, leaf, module.get_buffer(leaf).clone()) for leaf in held]
             if held and getattr(module, "track_running_stats", False):
-                module.register_forward_pre_hook(_evaluate)
+                module.register_forward_pre_hook(HELD_BY_LOCKS)
         seen_by_compiler(model)
 
     @torch.no_grad()
@@ -96,7 +99,7 @@ class Locks:
         """Unlock everything; from a copied model, take off the hooks that came with it."""
         self.masks, self.values, self.whole, self.buffers = {}, {}, set(), []
         self._open, self._held = {}, {}
-        take_off(model, _evaluate)
+        take_off(model, HELD_BY_LOCKS)
 
 
 @torch.no_grad()
@@ -140,10 +143,10 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def take_off(model: nn.Module, kind: object) -> None:
-    """Remove hooks before the forward pass: this function, or all of this class, whoever put them on."""
+    """Remove hooks before the forward pass: this one, or all of this class, whoever put them on."""
     for module in unwrap(model).modules():
         hooks = module._forward_pre_hooks
-        for key in [k for k, hook in hooks.items() if hook is kind or type(hook) is kind]:
+        for key in [k for k, hook in hooks.items() if hook == kind or type(hook) is kind]:
             del hooks[key]
 
 
@@ -151,8 +154,3 @@ def seen_by_compiler(model: nn.Module) -> None:
     """Have a compiled model compiled anew: it does not notice hooks that came after its first call."""
     if any("_orig_mod" in module._modules for module in model.modules()):
         torch.compiler.reset()
-
-
-def _evaluate(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-    """Before every forward, because ``model.train()`` in the loop would set the statistics moving again."""
-    module.training = False

@@ -133,6 +133,7 @@ class Method:
         if not self._checked_outputs:
             self._checked_outputs = True
             batch.likelihood.check_outputs(out)
+        self._after_forward(model)
         loss = self.task_loss(whole, out)
         out = out if whole is batch else out[: len(batch)]
         penalty = (self.unpulled if pulled else self.penalty)(model, batch, out)
@@ -179,6 +180,9 @@ class Method:
         known = _nearest(self, "penalty_gradient") <= _nearest(self, "penalty")
         return known or not self.changes("penalty")
 
+    def _after_forward(self, model: nn.Module) -> None:
+        """Look at the model after the forward pass of a loss, where there is something to notice."""
+
     def _check_statistics(self, model: nn.Module) -> None:
         """Warn once, after a forward pass of a later task, of running statistics that the method does not protect."""
         if not self._checked_statistics:
@@ -210,8 +214,8 @@ class Method:
         """Take over what a method of the same kind had learned."""
         if wrong := set(state) ^ set(self.state_dict()):
             raise ValueError(
-                f"This state does not fit {type(self).__name__}: one of them has {', '.join(sorted(wrong))}, the other has not; "
-                "load it into the kind of method that saved it."
+                f"This state does not fit {type(self).__name__}: one of them has {', '.join(sorted(wrong))}, the other has not. Load it "
+                "into the kind of method that saved it, in the version of Everlearn that saved it."
             )
         for name, value in state.items():
             if hasattr(own := getattr(self, name), "load_state_dict"):
@@ -328,6 +332,11 @@ class Chain(Method):
     def predict(self, model: nn.Module, x: Any, task: Tensor | None = None) -> Tensor:
         """That of the one method that replaces it."""
         return self._owner["predict"].predict(model, x, task)
+
+    def _after_forward(self, model: nn.Module) -> None:
+        """Each in order."""
+        for m in self.methods:
+            m._after_forward(model)
 
     def detach(self, model: nn.Module) -> None:
         """Each, the last first."""

@@ -68,6 +68,10 @@ class Replay(Method):
             self.memory.add(**self.columns(batch[rows], out[rows]))
 
     def after_step(self, model: nn.Module) -> None:
+        """Look at running statistics, in a loop that does not take the method's loss."""
+        self._after_forward(model)
+
+    def _after_forward(self, model: nn.Module) -> None:
         """Check once whether the layers' running statistics follow a later task."""
         if self.tasks:
             self._check_statistics(model)

@@ -156,7 +156,9 @@ class Quadratic:
                 corner(old, before.shape).copy_(before)
             apart = theta - old
             self.constant += float(((all_ - new) * share * squared_size(apart)).sum()) / 2
-            self.anchor[name] = torch.addcmul(old, share.to(old.dtype), apart)
+            # Exactly θ where the new task alone holds it: old + (θ - old) is off by a rounding, which would pull at θ.
+            anchor = torch.addcmul(old, share.to(old.dtype), apart)
+            self.anchor[name] = torch.where(share == 1, theta, anchor)
         self.form = both
 
     def move(self, form: Form, to: Params) -> None:

@@ -55,7 +55,8 @@ def sensitivity(model: nn.Module, data: Any, norm: Norm = "squared", chunk: int 
     with untouched(engine.model):
         for batch in task.examples(chunk or engine.chunk(task), shared=True):
             here = batch if device.type == "cpu" else batch.to(device)
-            first = None if examples else likelihood  # which looks at the outputs once
+            is_regression = not isinstance(data, Task) and here.y is not None and here.y.is_floating_point()
+            first = None if examples or is_regression else likelihood  # which looks at the outputs once
             if norm == "local":
                 unseen |= engine.update_locally(here.x, partial(_allowed, here), magnitudes)
             else:

@@ -163,7 +163,7 @@ class ExpandableRepresentation(Replay):
     def observe(self, batch: Batch, out: Tensor) -> None:
         """Nothing: the memory is filled when the task ends, with features that are learned."""
 
-    def after_step(self, model: nn.Module) -> None:
+    def _after_forward(self, model: nn.Module) -> None:
         """Nothing to check: every extractor keeps the running statistics of its own task."""
 
     def end_task(self, model: nn.Module, task: Any) -> None:

@@ -10,11 +10,14 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from everlearn.heads import output_layer
-from everlearn.locks import seen_by_compiler
+from everlearn.locks import seen_by_compiler, take_off
 from everlearn.method import Method
 from everlearn.params import unwrap
-from everlearn.running_statistics import tracking_layers
+from everlearn.running_statistics import HoldStatistics, tracking_layers
 from everlearn.traits import Traits
+
+
+HELD_BY_FREEZE = HoldStatistics("Freeze")
 
 
 @dataclass(eq=False)
@@ -58,6 +61,7 @@ class Freeze(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.begun: bool = False
+        self.ended: bool = False  # whether any task has
         self.first: int | None = None  # the first task's id
         self.frozen: bool = False
         self._undo: list[Callable[[], object]] = []
@@ -77,13 +81,15 @@ class Freeze(Method):
 
     def end_task(self, model: nn.Module, task: Any) -> None:
         """Freeze statistics at once: a loop need not say where the next task begins."""
+        self.begun = self.ended = True
         if self.what == "statistics":
-            self.begun = True
             self._freeze(model)
 
     def resume(self, model: nn.Module, task: Any) -> None:
-        """Freeze it again."""
-        if self.frozen:
+        """Freeze it again; statistics also in a loop that has not begun its tasks."""
+        place = getattr(task, "id", None)
+        in_first_task = place is not None and place == self.first
+        if self.frozen or (self.what == "statistics" and self.ended and not in_first_task):
             self._freeze(model)
 
     def after_step(self, model: nn.Module) -> None:
@@ -96,6 +102,7 @@ class Freeze(Method):
         for undo in self._undo:
             undo()
         self._undo, self._held = [], []
+        take_off(model, HELD_BY_FREEZE)  # also from a copied model, whose hooks came with it
 
     def _check_tied(self, model: nn.Module) -> None:
         """Refuse an output layer that shares a parameter with what is to be frozen, before any time is spent on training."""
@@ -117,7 +124,8 @@ class Freeze(Method):
         self.detach(model)
         if self.what == "statistics":
             layers = list(tracking_layers(model).values())
-            self._undo = [layer.register_forward_pre_hook(_hold_statistics).remove for layer in layers]
+            for layer in layers:
+                layer.register_forward_pre_hook(HELD_BY_FREEZE)
             self._held = [(buffer, buffer.clone()) for layer in layers for buffer in layer.buffers(recurse=False)]
             seen_by_compiler(model)
             return
@@ -129,12 +137,7 @@ class Freeze(Method):
                 p.requires_grad_(False)
                 p.grad = None  # a gradient left over would still be stepped on
                 self._undo.append(partial(p.requires_grad_, True))
-        moving = [m for m in model.modules() if getattr(m, "track_running_stats", False)]
-        self._undo += [m.register_forward_pre_hook(_hold_statistics).remove for m in moving]
+        for layer in tracking_layers(model).values():
+            layer.register_forward_pre_hook(HELD_BY_FREEZE)
         own = {id(b) for b in output.buffers()}
         self._held = [(b, b.clone()) for b in model.buffers() if id(b) not in own]
-
-
-def _hold_statistics(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-    """Before every forward, because ``model.train()`` in the loop would set the statistics moving again."""
-    module.training = False

@@ -42,7 +42,9 @@ class L2(QuadraticPenalty):
 
     def end_task(self, model: nn.Module, task: Any) -> None:
         """The anchor moves to where this task ended."""
-        form, here = self._selected(model, {n: torch.ones_like(p) for n, p in named(model).items()})
+        form, here = self._selected(
+            model, {n: torch.ones_like(p, dtype=p.dtype.to_real()) for n, p in named(model).items()}
+        )
         frozen = {n: v for n, v in self.bowl.form.diagonal().items() if n not in form.names}
         self.applied_strength = float(self.strength)
         self.bowl.move(self._stored(Diagonal(frozen | (form * self.strength).diagonal())), here)
@@ -50,7 +52,10 @@ class L2(QuadraticPenalty):
     def _thaw(self, parameters: Params, weights: dict[str, float]) -> None:
         """Hold them like all others: frozen, they have stayed where the last task left them, and all matter equally."""
         strength = self.strength if self.applied_strength is None else self.applied_strength
-        importance = {n: torch.full_like(p.detach(), strength * weights[n]) for n, p in parameters.items()}
+        importance = {
+            n: torch.full_like(p.detach(), strength * weights[n], dtype=p.dtype.to_real())
+            for n, p in parameters.items()
+        }
         here = {n: p.detach().clone() for n, p in parameters.items()}
         thawed = self._stored(self._placed(Diagonal(importance)))
         self.bowl.form = Diagonal({**self.bowl.form.diagonal(), **thawed.diagonal()})

@@ -88,6 +88,8 @@ class SI(QuadraticPenalty):
     def before_step(self, model: nn.Module) -> None:
         """Note where the step starts and the task loss's gradient there; then add that of the penalty."""
         parameters = named(model)
+        if self.frozen:
+            self._notice_thawed(parameters)
         if any(self._known.get(n) != p.shape for n, p in parameters.items()):
             self._set_out(model)
         if all(p.grad is None for p in parameters.values()):
@@ -173,6 +175,10 @@ class SI(QuadraticPenalty):
 
     def _set_out(self, model: nn.Module) -> None:
         """Paths for parameters, and rows of parameters, that have none yet."""
+        if has_complex := [n for n, p in named(model).items() if p.is_complex()]:
+            raise TypeError(
+                f"SI integrates along the path of real parameters, and {has_complex[0]} is complex: use EWC or MAS, or freeze it."
+            )
         wanted = matching(named_with_frozen(model), self.only)
         parameters = named(model)
         self._notice_thawed(parameters)
