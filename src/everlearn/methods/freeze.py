@@ -16,7 +16,6 @@ from everlearn.params import unwrap
 from everlearn.running_statistics import HoldStatistics, tracking_layers
 from everlearn.traits import Traits
 
-
 HELD_BY_FREEZE = HoldStatistics("Freeze")
 
 
