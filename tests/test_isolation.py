@@ -426,3 +426,14 @@ def test_a_layer_that_thaws_belongs_to_the_tasks_before(make, small_stream):
     model[1].requires_grad_(True)
     learn(model, method, stream.tasks[1:], epochs=3)
     assert torch.equal(method.predict(model, x, 0), before)
+
+
+@pytest.mark.parametrize("kind", [PackNet, HAT, PNN])
+def test_lists_of_numbers_are_inputs(kind, small_stream):
+    torch.manual_seed(0)
+    model, method = mlp(), kind()
+    stream = small_stream()
+    learn(model, method, stream)
+    x = inputs(stream)[:4]
+    for task in (None, 0, [0, 1, 0, 1]):
+        assert torch.equal(method.predict(model, x.tolist(), task), method.predict(model, x, task))

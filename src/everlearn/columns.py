@@ -84,9 +84,9 @@ class Tower(nn.Module):
     def __bool__(self) -> bool:
         return True  # also without a column
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the last column says."""
-        return self.run(len(self), x)[0]
+        return self.run(len(self), *args, **kwargs)[0]
 
     def run(self, count: int, *args: Any, **kwargs: Any) -> tuple[Any, list[Given]]:
         """What the last of the first so many columns says, and what the layers of all of them were given."""

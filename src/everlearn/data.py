@@ -57,7 +57,7 @@ class Arrays:
             raise ValueError(f"Inputs and labels differ in length: {sorted(lengths)}; give one label per example.")
 
     def __len__(self) -> int:
-        return len(tree_leaves(self.x)[0])
+        return row_count(self.x)
 
     def rows(self, index: Tensor | slice) -> Rows:
         """The examples at these places; a slice is not copied."""
@@ -154,7 +154,7 @@ class Batches:
         if isinstance(self.iterable, DataLoader):
             return len(self.iterable.dataset)  # type: ignore[arg-type]
         if isinstance(self.iterable, Sequence):
-            return sum(len(tree_leaves(as_rows(batch)[0])[0]) for batch in self.iterable)
+            return sum(row_count(as_rows(batch)[0]) for batch in self.iterable)
         raise TypeError("An iterable of batches does not tell its length.")
 
     @property
@@ -329,6 +329,16 @@ def as_inputs(x: Any) -> Inputs:
 def unlisted(x: Any) -> Any:
     """An array or a list of numbers as a tensor; anything else, such as a dict with options among its tensors, as it is."""
     return _tensor(x) if isinstance(x, np.ndarray) or _are_numbers(x) else x
+
+
+def row_count(x: Any) -> int:
+    """How many examples inputs hold: the length of the first tensor among them, whatever options stand beside it.
+
+    >>> row_count({"return_dict": True, "input_ids": torch.zeros(3, 2)})
+    3
+    """
+    leaves = tree_leaves(x)
+    return len(next((v for v in leaves if isinstance(v, Tensor) and v.dim()), leaves[0]))
 
 
 def _are_numbers(value: Any) -> bool:

@@ -26,7 +26,7 @@ def ask(model: nn.Module, x: Any, state: Params | None = None) -> Tensor:
     """
     args, kwargs = ((x,), {}) if isinstance(x, Tensor) else arguments(model, x)
     out = model(*args, **kwargs) if state is None else functional_call(model, state, args, kwargs)
-    return out if isinstance(out, Tensor) else _logits(out)
+    return read_outputs(out)
 
 
 def arguments(model: nn.Module, x: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -75,7 +75,10 @@ def _takes_several(model: nn.Module, count: int) -> bool:
     return 1 < required <= count <= len(positional)
 
 
-def _logits(out: Any) -> Tensor:
+def read_outputs(out: Any) -> Tensor:
+    """The tensor of outputs in what a model has returned: itself, or its ``.logits``."""
+    if isinstance(out, Tensor):
+        return out
     logits = getattr(out, "logits", None)
     if isinstance(logits, Tensor):
         return logits

@@ -10,8 +10,9 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
+from everlearn.data import row_count, unlisted
 from everlearn.forward import ask
 from everlearn.heads import output_layer
 from everlearn.likelihood import Categorical
@@ -153,7 +154,8 @@ class Isolation(Method):
         ``task`` is the number of each example's task, or one number for all.
         """
         of = None if task is None else torch.as_tensor(task)
-        rows = len(tree_leaves(x)[0])
+        x = unlisted(x)
+        rows = row_count(x)
         if of is not None and of.dim() and len(of) != rows:
             raise ValueError(f"Got the tasks of {len(of)} examples for {rows} examples: give one number for each.")
         with evaluating(model):
@@ -164,7 +166,7 @@ class Isolation(Method):
                 return self._by_number(model, x, numbers[0]) if numbers else super().predict(model, x)
             parts = [(of == n).nonzero().flatten() for n in numbers]
             said = [
-                self._by_number(model, tree_map(lambda v, at=at: v[at], x), n)
+                self._by_number(model, tree_map(lambda v, at=at: v[at] if isinstance(v, Tensor) else v, x), n)
                 for n, at in zip(numbers, parts, strict=True)
             ]
         back = torch.cat(parts).argsort()

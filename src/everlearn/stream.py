@@ -9,11 +9,10 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from everlearn import distributed
 from everlearn.batch import Batch, Transform
-from everlearn.data import Arrays, Batches, Rows, Source, as_source, join, renumber
+from everlearn.data import Arrays, Batches, Rows, Source, as_source, join, renumber, row_count
 from everlearn.likelihood import Categorical, Likelihood
 from everlearn.seeds import derive, generator, seeded
 
@@ -211,7 +210,7 @@ class Task:
     def _batch(self, rows: Rows, transform: Transform | None, epoch: int = 0) -> Batch:
         x, y, t = rows
         if t is None and self.id is not None:
-            t = torch.full((len(x) if isinstance(x, Tensor) else len(tree_leaves(x)[0]),), self.id)
+            t = torch.full((row_count(x),), self.id)
         y = y if y is None else self.likelihood.labels(y)
         if transform is None:
             return Batch(x, y, t, self.allowed, self.likelihood, epoch)

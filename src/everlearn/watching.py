@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from everlearn.forward import ask
 from everlearn.params import evaluating, unwrap
 from everlearn.stream import Task
 
@@ -90,7 +91,7 @@ def validation_loss(model: nn.Module, task: Task) -> float:
     total, device = [], next(unwrap(model).parameters()).device
     with evaluating(model):
         for batch in task.examples(256, "valid", most=2048):
-            total.append((float((b := batch.to(device)).loss(model(b.x))) * len(b), len(b)))
+            total.append((float((b := batch.to(device)).loss(ask(model, b.x))) * len(b), len(b)))
     if not total:
         raise ValueError(f"The validation data of {task} hold no examples: give some, or valid=None.")
     return sum(loss for loss, _ in total) / sum(n for _, n in total)

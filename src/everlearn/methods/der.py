@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from everlearn.batch import Batch
 from everlearn.fields import NonNegative, Search
+from everlearn.forward import ask
 from everlearn.likelihood import Likelihood
 from everlearn.params import wide
 from everlearn.replay import Replay, Rows, loss_on
@@ -64,7 +65,7 @@ class DER(Replay):
         if batch is None or not self.alpha or (drawn := self.draw(batch)) is None:
             return 0.0
         replayed, rows = drawn
-        return self.alpha * _stored_outputs(batch.likelihood, model(replayed.x), rows)
+        return self.alpha * _stored_outputs(batch.likelihood, ask(model, replayed.x), rows)
 
 
 @dataclass(eq=False)
@@ -104,7 +105,7 @@ class DERpp(Replay):
         if batch is None or not len(self.memory):
             return total
         if self.alpha and (drawn := self.draw(batch)) is not None:
-            total = self.alpha * _stored_outputs(batch.likelihood, model(drawn[0].x), drawn[1])
+            total = self.alpha * _stored_outputs(batch.likelihood, ask(model, drawn[0].x), drawn[1])
         if self.beta and (drawn := self.draw(batch)) is not None:
             total = total + self.beta * loss_on(model, drawn[0])
         return total

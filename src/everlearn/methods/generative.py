@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from everlearn import distributed
 from everlearn.batch import Batch
 from everlearn.fields import Range
+from everlearn.forward import ask
 from everlearn.likelihood import Categorical
 from everlearn.method import Method
 from everlearn.nets.vae import VAE
@@ -122,7 +123,7 @@ class GenerativeReplay(Method):
         self._dream = self._said = None
         if x is None or said is None:  # asked for the penalty alone
             x = self._made_up(batch)
-            said = model(x)
+            said = ask(model, x)
         both, noise = torch.cat([batch.x, x]), torch.cat([noise, self._noise(len(x), x)])
         weights = [x.new_full((len(batch),), share / len(batch)), x.new_full((len(x),), (1 - share) / len(x))]
         replayed = self._replayed(batch, x, answer(model, self.teacher, x), said)

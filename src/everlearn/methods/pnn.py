@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from everlearn.columns import Tower, follow, key, leads, lent, plain, take_notes, take_off, visible
+from everlearn.forward import arguments, ask, read_outputs
 from everlearn.isolation import Isolation, filled
 from everlearn.params import Params, check_finite, unwrap
 from everlearn.seeds import derive, seeded
@@ -96,8 +97,10 @@ class PNN(Isolation):
     def answer(self, model: nn.Module, x: Any, k: int) -> Tensor:
         """What column k says, with its laterals."""
         tower = self._columns(model, k + 1)
-        out: Tensor = tower.run(k + 1, x)[0] if self.laterals != "none" else tower.columns[k](x)
-        return out
+        if self.laterals == "none":
+            return ask(tower.columns[k], x)
+        args, kwargs = arguments(tower.columns[k], x)
+        return read_outputs(tower.run(k + 1, *args, **kwargs)[0])
 
     def current(self, model: nn.Module, x: Any) -> Tensor:
         """The newest column, with its laterals."""

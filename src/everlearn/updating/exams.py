@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from everlearn.checks import check_outputs
+from everlearn.forward import ask
 from everlearn.params import evaluating
 from everlearn.seeds import generator
 from everlearn.stream import Task
@@ -138,7 +139,7 @@ def _correct(model: nn.Module, exam: Exam) -> Tensor:
             task = Exam(exam.number, exam.title, exam.x[rows], exam.y[rows]).task
             (batch,) = task.examples(len(rows), "test")
             current = batch.to(device)
-            outputs = model(current.x)
+            outputs = ask(model, current.x)
             check_outputs(task, current, outputs)
             correct[rows] = current.score(outputs).bool().cpu()
     return correct
