@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import everlearn
 from everlearn import nets, streams
@@ -30,6 +31,29 @@ def double():
     torch.set_default_dtype(torch.double)
     yield
     torch.set_default_dtype(torch.float)
+
+
+class _Reads(TorchDispatchMode):
+    """Counts values that are read from tensors, for each of which a device would be waited for."""
+
+    count = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        names = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal")
+        self.count += operation.overloadpacket.__name__ in names
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def synced():
+    """How often a call would wait for a device."""
+
+    def count(call):
+        with _Reads() as reads:
+            call()
+        return reads.count
+
+    return count
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from everlearn import ER, EWC, L2, MAS, SI, Batch, LwF, Method, Task, evaluate, train
+from everlearn import DER, ER, EWC, L2, MAS, PNN, SI, Batch, DERpp, LwF, Method, Task, evaluate, train
 from everlearn.curvature import fisher, predictive_kl, sensitivity
 from everlearn.forward import arguments, ask, check_next_tokens, next_token_labels
 
@@ -109,7 +109,17 @@ def test_outputs_and_importances_are_those_of_the_plain_function(kind):
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: EWC(10.0), lambda: MAS(1.0), lambda: SI(10.0), lambda: L2(1.0), lambda: LwF(2.0), lambda: ER(8)]
+    "make",
+    [
+        lambda: EWC(10.0),
+        lambda: MAS(1.0),
+        lambda: SI(10.0),
+        lambda: L2(1.0),
+        lambda: LwF(2.0),
+        lambda: ER(8),
+        lambda: DER(8),
+        lambda: DERpp(8),
+    ],
 )
 @pytest.mark.parametrize("kind", ["named", "two", "two in a list"])
 def test_a_loop_of_one_s_own_ends_where_that_of_the_plain_function_does(make, kind):
@@ -233,3 +243,39 @@ def test_a_causal_model_s_inputs_are_not_its_labels(padding):
             call()
     EWC().loss(model, Batch({"input_ids": tokens}, next_token_labels(labels))).backward()
     check_next_tokens(nn.Linear(1, 1), {"input_ids": tokens}, tokens)
+
+
+def test_a_causal_model_s_labels_are_compared_once(synced):
+    """It waits for the device, which no later step should."""
+    model, tokens = TinyForCausalLM(), torch.randint(9, (6, 5))
+    batch = Batch({"input_ids": tokens}, next_token_labels(tokens))
+    method = Method()
+    assert synced(lambda: method.loss(model, batch)) > 0
+    assert synced(lambda: method.loss(model, batch)) == 0
+
+
+class NamedDeep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.layer = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, input_ids, attention_mask=None):
+        return Answer(self.layer(self.first(input_ids * attention_mask).relu()))
+
+
+class PlainDeep(NamedDeep):
+    def forward(self, x):
+        return self.layer(self.first(x).relu())
+
+
+@pytest.mark.parametrize("laterals", ["adapter", "none"])
+def test_columns_take_named_inputs(laterals):
+    ends = []
+    for kind, x in ((NamedDeep, NAMES), (PlainDeep, X * Z)):
+        torch.manual_seed(0)
+        model, method = kind(), PNN(laterals=laterals)
+        for number in (0, 1):
+            train(model, method, Task([(x, Y)], id=number), optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1), epochs=3)
+        ends.append([method.predict(model, x, number) for number in (0, 1)])
+        ends[-1].append(ask(method.export(model, 1), x))
+    torch.testing.assert_close(*ends)

@@ -24,6 +24,7 @@ from everlearn import (
     streams,
     train,
 )
+from everlearn.replay import gradient_on
 
 KINDS = [ER, ERACE, DER, DERpp, AGEM, GEM]
 
@@ -278,3 +279,18 @@ def test_examples_of_another_shape_are_refused():
     method.observe(Batch(torch.randn(4, 2), torch.zeros(4, dtype=torch.long)), torch.zeros(4, 2))
     with pytest.raises(ValueError, match="do not go into one batch"):
         method.loss(nn.Linear(3, 2), Batch(torch.randn(4, 3), torch.zeros(4, dtype=torch.long)))
+
+
+def test_labels_are_looked_at_before_they_go_to_the_device():
+    """Whether some are ignored is known without waiting for it; the meta device would refuse to tell."""
+    y = torch.tensor([0, -100, 2])
+    assert Batch(torch.zeros(3, 4), y.clamp(min=0)).to("meta").labeled_rows() is None
+    assert Batch(torch.zeros(3, 4), y).to("meta").labeled_rows().is_meta
+    assert Batch(torch.zeros(3, 4), y).to("cpu").labeled_rows().tolist() == [True, False, True]
+
+
+def test_the_gradient_of_remembered_examples_does_not_wait(synced):
+    model = nn.Linear(4, 3)
+    found = []
+    assert synced(lambda: found.extend(gradient_on(model, list(model.parameters()), batch()))) == 0
+    assert found[0].any() and gradient_on(model, list(model.parameters()), None) is None

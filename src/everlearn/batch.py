@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
-from everlearn.data import Inputs, unlisted
+from everlearn.data import Inputs, row_count, unlisted
 from everlearn.likelihood import Categorical, Likelihood
 
 Transform = Callable[[Inputs], Inputs]
@@ -40,6 +40,7 @@ class Batch:
     epoch: int = 0
     raw: Inputs | None = None
     transform: Transform | None = None
+    _labeled: tuple[Tensor, Tensor | None] | None = field(default=None, repr=False, compare=False)  # labels, their mask
 
     def __post_init__(self) -> None:
         if not isinstance(self.x, Tensor):
@@ -48,7 +49,7 @@ class Batch:
             self.y = self.likelihood.labels(unlisted(self.y))
 
     def __len__(self) -> int:
-        return len(self.x if isinstance(self.x, Tensor) else tree_leaves(self.x)[0])
+        return len(self.x) if isinstance(self.x, Tensor) else row_count(self.x)
 
     @property
     def original(self) -> Inputs:
@@ -77,7 +78,7 @@ class Batch:
         if (self.y is None, self.t is None) != (other.y is None, other.t is None):
             raise ValueError("Batches add up if both have labels or neither has, and both have tasks or neither has.")
         try:
-            x = tree_map(lambda *v: torch.cat(v), self.x, other.x)
+            x = tree_map(lambda *v: torch.cat(v) if isinstance(v[0], Tensor) else v[0], self.x, other.x)
         except RuntimeError as error:
             raise ValueError(
                 f"These examples do not go into one batch: {error}. Give all inputs one shape; sentences: pad all to one length."
@@ -93,7 +94,10 @@ class Batch:
             return v.to(device, non_blocking=True) if isinstance(v, Tensor) else v
 
         x, raw = tree_map(move, self.x), tree_map(move, self.raw)
-        return replace(self, x=x, y=move(self.y), t=move(self.t), allowed=move(self.allowed), raw=raw)
+        moved = replace(self, x=x, y=move(self.y), t=move(self.t), allowed=move(self.allowed), raw=raw)
+        if self.y is not None and moved.y is not None and self.y.device.type == "cpu" != moved.y.device.type:
+            moved._labeled = moved.y, move(self.labeled_rows())  # here the mask costs no wait for the device
+        return moved
 
     def chunk(self, parts: int) -> list[Batch]:
         """The batch cut into micro-batches, as even as can be."""
@@ -113,6 +117,8 @@ class Batch:
 
     def labeled_rows(self) -> Tensor | None:
         """A mask of the examples that have a label which counts; None where all have."""
+        if self._labeled is not None and self._labeled[0] is self.y:
+            return self._labeled[1]
         counted = self.likelihood.counted(self.y)
         if counted is None or counted.all():  # nearly always
             return None

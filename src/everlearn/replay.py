@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from everlearn import distributed
 from everlearn.batch import Batch, Transform
@@ -99,7 +99,10 @@ class Replay(Method):
     def columns(self, batch: Batch, out: Tensor) -> Rows:
         """What is kept of a batch."""
         t = torch.full((len(batch),), -1 - self.tasks) if batch.t is None else batch.t  # as no stream numbers its tasks
-        return {"x": batch.original, "y": batch.labels(), "t": t}
+        x = batch.original
+        if not isinstance(x, Tensor):  # options among named inputs are the call's, not an example's
+            x = tree_map(lambda v: v if isinstance(v, Tensor) else None, x)
+        return {"x": x, "y": batch.labels(), "t": t}
 
     def draw(self, batch: Batch, where: Tensor | None = None) -> tuple[Batch, Rows] | None:
         """Some of the memory as a batch seen at this moment of the stream, and its other columns; None while it is empty."""
@@ -117,6 +120,8 @@ class Replay(Method):
     def seen_now(self, batch: Batch, rows: Rows) -> tuple[Batch, Rows]:
         """Rows of the memory as a batch like this one."""
         device, self.drawn, x = batch.labels().device, self.drawn + 1, rows["x"]
+        if not isinstance(x, Tensor) and any(v is None for v in tree_leaves(x)):
+            x = rows["x"] = tree_map(lambda kept, now: now if kept is None else kept, x, batch.original)
         if batch.transform is not None or self._transforms:
             with seeded(derive(self.memory.seed, "replay", self.drawn)):  # must not shift the model's random numbers
                 x = self._augmented(batch, rows)
@@ -132,9 +137,9 @@ class Replay(Method):
             return rows["x"] if transform is None else transform(rows["x"])
         x = []
         for i, k in enumerate(rows["t"].tolist()):
-            one, transform = tree_map(lambda v, i=i: v[i : i + 1], rows["x"]), own[k]
+            one, transform = tree_map(lambda v, i=i: v[i : i + 1] if isinstance(v, Tensor) else v, rows["x"]), own[k]
             x.append(one if transform is None else transform(one))
-        return tree_map(lambda *v: torch.cat(v), *x)
+        return tree_map(lambda *v: torch.cat(v) if isinstance(v[0], Tensor) else v[0], *x)
 
 
 def loss_on(model: nn.Module, batch: Batch) -> Tensor:
@@ -149,6 +154,8 @@ def gradient_on(model: nn.Module, parameters: list[nn.Parameter], batch: Batch |
     statistics are put back: they belong to the current task's batches.
     """
     refuse_sharded(parameters, "The gradient of remembered examples")
+    if distributed.world() == 1:  # each kept example has a label that counts, so nothing need be counted on the device
+        return None if batch is None else _gradient(model, parameters, batch)
     count = 0.0 if batch is None else batch.weight
     whole = distributed.total(count)
     if not whole:
@@ -156,9 +163,7 @@ def gradient_on(model: nn.Module, parameters: list[nn.Parameter], batch: Batch |
     if batch is None or not count:
         found = [torch.zeros_like(p, dtype=wide(p)) for p in parameters]
     else:
-        found = _gradient(model, parameters, batch)
-        if distributed.world() > 1:
-            found = [g * (count / whole) for g in found]
+        found = [g * (count / whole) for g in _gradient(model, parameters, batch)]
     distributed.add_up(found)
     return found
 
