@@ -938,3 +938,103 @@ def test_a_model_in_evaluation_mode_is_seen_if_it_is_told_of(tasks):
         F.cross_entropy(model(x), y, reduction="sum").backward()
         optimizer.step()
     torch.testing.assert_close(gradient(model), len(y) * right)
+
+
+class Tagger(torch.nn.Module):
+    """A label for each token; token 0 is padding."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.layer = torch.nn.Embedding(9, 5), torch.nn.Linear(5, 4)
+
+    def forward(self, x):
+        return self.layer(self.words(x))
+
+
+@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("large", [True, False])
+def test_tokens_that_are_ignored_are_not_distilled(told, large, double, monkeypatch):
+    """Also where the labels are read off the gradient, of all examples or of some: padding's embedding stays."""
+    if large:
+        monkeypatch.setattr("everlearn.loops.COMPARED", 60)
+    torch.manual_seed(0)
+    model, method = Tagger(), LwF(3.0)
+    x = torch.randint(1, 9, (6, 7))
+    x[:, 4:] = 0
+    x[2] = 0
+    y = torch.randint(4, x.shape).masked_fill(x == 0, -100)
+    method.end_task(model, [(x, y)])
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn(p.shape))
+    twin = copy.deepcopy(model)
+    method.loss(twin, Batch(x, y)).backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with method.attach(model, optimizer) as attachment:
+        if told:
+            attachment.see(x, y)
+        F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
+        optimizer.step()
+    assert not model.words.weight.grad[0].any()
+    torch.testing.assert_close(gradient(model), gradient(twin), rtol=1e-6, atol=1e-9)
+
+
+def test_a_label_that_may_be_ignored_or_be_sure_is_asked_for(double):
+    """Outputs without a gradient whose label the model is sure of: nobody can tell whether they count."""
+    model, method, x = torch.nn.Linear(3, 3, bias=False), LwF(), torch.eye(3)
+    method.end_task(model, [(x, torch.arange(3))])
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[1.0, 0.0, 0.0], [0.0, 2.0, 0.0], [0.0, 0.0, 2000.0]]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with method.attach(model, optimizer), pytest.raises(ValueError, match=r"attachment\.see"):
+        F.cross_entropy(model(x), torch.arange(3)).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["ewc", "si", "l2", "mas"])
+def test_clipping_that_leaves_a_penalty_as_it_is_is_told_of_once(name, tasks, recwarn):
+    model, method = net(), METHODS[name]()
+    for batches in tasks:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        method.begin_task(model, whole(batches))
+        with method.attach(model, optimizer):
+            for x, y in batches:
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1 * gradient(model).norm().item())
+                optimizer.step()
+        method.end_task(model, whole(batches))
+        told = [w for w in recwarn if "before " + type(method).__name__ + " adds its penalty" in str(w.message)]
+        assert len(told) == (batches is tasks[1]), "in the first task there is no penalty"
+        recwarn.clear()
+
+
+class Optional(torch.nn.Module):
+    """As transformers' models, with options among its named inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(64, 2)
+
+    def forward(self, input_ids=None, mask=None, use_cache=True, return_dict=False):
+        return self.layer(input_ids.flatten(1) * (1 if mask is None else mask))
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("name", ["lwf", "er", "der", "derpp", "agem"])
+def test_options_in_the_call_are_no_inputs(name, named, tasks):
+    ends = []
+    for options in ({}, {"return_dict": True, "use_cache": False}):
+        torch.manual_seed(0)
+        model, method = Optional(), METHODS[name]()
+        for batches in tasks:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            with method.attach(model, optimizer) as attachment:
+                for x, y in batches:
+                    optimizer.zero_grad()
+                    attachment.see({"input_ids": x} if named else x, y)
+                    F.cross_entropy(model(**options, input_ids=x, mask=2 * torch.ones(len(x), 1)), y).backward()
+                    optimizer.step()
+            method.end_task(model, [({"input_ids": x, "mask": 2 * torch.ones(len(x), 1)}, y) for x, y in batches])
+        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    torch.testing.assert_close(*ends)

@@ -18,9 +18,21 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from everlearn import distributed
 from everlearn.batch import Batch
+from everlearn.data import row_count
 from everlearn.forward import ask
 from everlearn.likelihood import Categorical, Likelihood
-from everlearn.loops import Came, Seen, arrived, is_clipped, left_of, on_gradient, rows_compared, weights_of
+from everlearn.loops import (
+    Came,
+    Seen,
+    arrived,
+    few_entries,
+    is_clipped,
+    left_of,
+    on_gradient,
+    read_labels,
+    rows_compared,
+    weights_of,
+)
 from everlearn.params import refuse_meta, refuse_sharded
 
 if TYPE_CHECKING:
@@ -28,6 +40,7 @@ if TYPE_CHECKING:
 
 
 MOST_WAITING = 64  # passes that no backward pass has gone through
+WATCHED_STEPS = 50  # the first so many, and then each of so many, are looked at for clipping
 
 
 class Attachment:
@@ -66,6 +79,8 @@ class Attachment:
         self._twice = False  # whether the loop's own loss has had the method's part in this step
         self._missed = True  # whether no batch was seen in the last step
         self._warned = set[str]()
+        self._steps = 0
+        self._watches_clipping = True  # that a penalty of the parameters would follow unshortened
         self._replaces = method.changes("join") or method.changes("task_loss")
         self._mixes = any(isinstance(m, _BatchNorm) for m in model.modules())
         self._backward = 0  # the loop's backward passes so far
@@ -145,7 +160,11 @@ class Attachment:
         """Note what goes through the model while it learns."""
         if self.busy and self._is_again(args, kwargs):
             _put_back(self._statistics)
-        if self.busy or self.method.of_parameters or not self._learns(model):
+        if self.busy or not self._learns(model):
+            return
+        if self.method.of_parameters:
+            if self.method.changes("penalty"):
+                self._await_clipping(out)
             return
         passed = self._batch(args, kwargs)
         if not self._seen or self._seen[-1].passed:
@@ -154,7 +173,7 @@ class Attachment:
         if len(lost := [s for s in self._seen if s.waits]) > MOST_WAITING:
             self._seen.remove(lost[0])
         if len(passed) == len(one.batch) and one.batch.raw is None:
-            one.batch = replace(one.batch, x=passed.x)  # as the loop has normalised it
+            one.batch = replace(one.batch, x=_as_told(one.batch.x, passed.x))  # as the loop has normalised it
         self._note(one, out)
 
     def _is_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -192,7 +211,9 @@ class Attachment:
         """The loop goes backward: where it does so with no gradients yet, what earlier passes left has made no step."""
         if one not in self._seen:
             return
-        one.rows = rows_compared(one.batch, gradient)
+        read_labels(one, gradient)
+        if one.pull is None:
+            one.rows = rows_compared(one, gradient)
         some = gradient.detach()[one.rows].clone()
         one.pull = some if one.pull is None else one.pull + some
         if not self._queued:
@@ -263,6 +284,8 @@ class Attachment:
             return
         self._tell(missed)
         left = left_of(came)
+        penalizes = self.method.of_parameters and self.method.changes("penalty")
+        before = arrived(self.model.parameters()) if penalizes and is_clipped(left) else []
         scale = 1 / left if left is not None and left < 1 else 1.0
         with self._unnoticed(bool(seen)):
             counts = weights_of(seen, left, type(self.method).__name__ if self._replaces else None)
@@ -278,7 +301,10 @@ class Attachment:
                 _backward(self._unseen(missed), learning)
             self.method.pull(self.model)
             self.method.before_step(self.model)
+            if any((now := few_entries(p)) is not None and not torch.equal(then, now) for p, then in before):
+                self._tell_of_unclipped()
         self._edited, self._before_pass = True, []
+        self._steps += 1
 
     def _tell(self, missed: bool) -> None:
         """Of a loop that would make the method count twice, or not at all."""
@@ -305,6 +331,28 @@ class Attachment:
             "the whole loss take it from method.loss(model, batch), without an attachment.",
             stacklevel=5,
         )
+
+    def _tell_of_unclipped(self) -> None:
+        name = type(self.method).__name__
+        self._watches_clipping = False
+        self.warn_of(
+            f"This loop clips its gradients before {name} adds its penalty, which is not shortened: the stronger the clipping, the more the "
+            "penalty outweighs the loop's loss. To clip the whole loss take it from method.loss(model, batch), without an attachment.",
+            stacklevel=5,
+        )
+
+    def _await_clipping(self, out: Any) -> None:
+        """Note the gradients after a backward pass, at the first steps and then at some, since looking waits for the device."""
+        out = out if isinstance(out, Tensor) else getattr(out, "logits", None)
+        looks = self._watches_clipping and (self._steps < WATCHED_STEPS or not self._steps % WATCHED_STEPS)
+        if looks and isinstance(out, Tensor) and out.requires_grad:
+            self._queued = False
+            on_gradient(out, self._await_arrival)
+
+    def _await_arrival(self, gradient: Tensor) -> None:
+        if not self._queued:
+            self._queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._arriving)
 
     def _nothing_seen(self) -> str:
         how = "the model is in evaluation mode" if not self.model.training else "its layers are called one by one"
@@ -344,7 +392,8 @@ class Attachment:
             out = said if whole is batch else said[: len(batch)]
             alone = ask(self.model, batch.x) if self._mixes and whole is not batch else out
             extra = method.task_loss(whole, said) - batch.loss(alone)
-        extra = extra + method.unpulled(self.model, batch, out)
+        labels = batch.y if batch.y is not None else one.labels  # a distillation leaves out those that are ignored
+        extra = extra + method.unpulled(self.model, replace(batch, y=labels), out)
         if method.changes("observe"):
             if one.out is None:
                 with torch.no_grad():
@@ -386,6 +435,18 @@ class _Watch:
                 f"{name} is in it: attachment.remove(), then {name}.attach(model, optimizer) with the new one.",
                 stacklevel=3,
             )
+
+
+def _as_told(told: Any, passed: Any) -> Any:
+    """What has passed the model, but of named inputs those that were told of, and others that have a row per example.
+
+    Options of the call that nobody told of are no inputs.
+    """
+    if not isinstance(told, Mapping) or not isinstance(passed, Mapping):
+        return passed
+    rows = row_count(told)
+    others = {n: v for n, v in passed.items() if n not in told and isinstance(v, Tensor) and v.dim() and len(v) == rows}
+    return {**{n: passed.get(n, v) for n, v in told.items()}, **others}
 
 
 def _put_back(statistics: list[tuple[Tensor, Tensor]]) -> None:

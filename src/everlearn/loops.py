@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from everlearn.batch import Batch
 from everlearn.likelihood import Bernoulli, Categorical
 
+COMPARED = 2**20  # the most outputs that are compared at a step
+
 
 @dataclass(eq=False)
 class Seen:
@@ -21,6 +23,7 @@ class Seen:
     passed: bool = False
     out: Tensor | None = None
     pull: Tensor | None = None  # the gradient of the loop's loss in the outputs of some examples ...
+    labels: Tensor | None = None  # those of all examples that the gradient gives away, where nobody told of them
     rows: Tensor | slice = field(default_factory=lambda: slice(None))  # ... these
     waits: bool = False  # for the loop's backward pass
     backward: int = -1  # which of the loop's backward passes it was
@@ -53,7 +56,7 @@ Came = list[tuple[nn.Parameter, Tensor]]  # parameters, and a few entries of the
 
 def arrived(parameters: Iterable[nn.Parameter]) -> Came:
     """Where gradients are after a backward pass: a few entries of each."""
-    return [(p, few.clone()) for p in parameters if (few := _few(p)) is not None and few.any()]
+    return [(p, few.clone()) for p in parameters if (few := few_entries(p)) is not None and few.any()]
 
 
 def left_of(came: Came) -> float | None:
@@ -61,7 +64,7 @@ def left_of(came: Came) -> float | None:
 
     None where they have not all changed by one factor. Gradients that were taken away do not count.
     """
-    there = [(then.double(), now.double()) for p, then in came if (now := _few(p)) is not None and now.any()]
+    there = [(then.double(), now.double()) for p, then in came if (now := few_entries(p)) is not None and now.any()]
     if not there:
         return 1.0 if not came else None
     shares = torch.stack([now @ then / (then @ then) for then, now in there])
@@ -70,7 +73,7 @@ def left_of(came: Came) -> float | None:
     return left if left > 0 and (now - left * then).norm() <= 0.05 * now.norm() else None
 
 
-def _few(p: nn.Parameter, most: int = 16) -> Tensor | None:
+def few_entries(p: nn.Parameter, most: int = 16) -> Tensor | None:
     """Some entries of a parameter's gradient, from all over it."""
     if not p.requires_grad or p.grad is None or p.grad.is_sparse:
         return None
@@ -135,16 +138,16 @@ def _multiple(one: Seen, share: float) -> tuple[float | None, bool]:
     """Which multiple of L_task the loop's loss is, None where that cannot be seen, and whether it is none at all."""
     if one.out is None or one.pull is None:
         return None, False
-    labels = _labels(one)
-    if labels is None:
+    labels = one.labels if one.batch.y is None else one.batch.y
+    if labels is None or _are_unsure(one):
         return None, False
+    every, labels = labels, labels[one.rows]
     some, out = replace(one.batch, y=None)[one.rows], one.out[one.rows]
     some = replace(some, y=labels)
     out = (out.float() if out.dtype in (torch.float16, torch.bfloat16) else out).clone().requires_grad_()
     if not some.weight:
         return share, False
-    told = one.batch.y is not None
-    part = some.weight / one.batch.weight if told else len(labels) / len(one.batch)
+    part = some.weight / some.likelihood.weight(every)
     (gradient,) = torch.autograd.grad(some.loss(out) * part, out)
     ours, theirs = gradient.flatten().double(), one.pull.flatten().double()
     if not ours.any() or not theirs.isfinite().all():
@@ -154,32 +157,39 @@ def _multiple(one: Seen, share: float) -> tuple[float | None, bool]:
     return count, bool((theirs - count * ours).norm() > rounding * theirs.norm())
 
 
-def _labels(one: Seen) -> Tensor | None:
-    """The labels of the examples compared; where nobody told of them, those that the loop's gradient gives away.
+def read_labels(one: Seen, gradient: Tensor) -> None:
+    """Where nobody told of labels, note those that the gradient in the outputs gives away.
 
-    That of a cross-entropy, softmax(out) - e_y, is negative for the label alone, that of yes/no labels for every yes. What
-    is read off wrongly from another loss is no multiple of it, and is found out.
+    That of a cross-entropy, softmax(out) - e_y, is negative for the label alone, and zero where the label is ignored; that of
+    yes/no labels is negative for every yes. What is read off wrongly from another loss is no multiple of it, and is found out.
     """
-    if one.batch.y is not None:
-        return one.batch.y[one.rows]
-    pull = one.pull
-    if (
-        pull is None or pull.dim() < 2 or (pull.dim() > 2 and len(pull) < len(one.batch))
-    ):  # who knows how many tokens count
-        return None
+    if one.batch.y is not None or gradient.dim() < 2:
+        return
     if isinstance(one.batch.likelihood, Categorical):
-        return torch.where(pull.any(-1), pull.argmin(-1), -100)
-    if isinstance(one.batch.likelihood, Bernoulli):
-        return (pull < 0).to(pull.dtype)
-    return None
+        found = torch.where(gradient.any(-1), gradient.argmin(-1), -100)
+        one.labels = found if one.labels is None else torch.where(one.labels == -100, found, one.labels)
+    elif isinstance(one.batch.likelihood, Bernoulli):
+        one.labels = (gradient < 0).to(gradient.dtype)
 
 
-def rows_compared(batch: Batch, out: Tensor) -> Tensor | slice:
+def _are_unsure(one: Seen) -> bool:
+    """Whether some labels were read as ignored though a model that is sure of them would have no gradient either."""
+    if one.labels is None or one.out is None or one.pull is None or not isinstance(one.batch.likelihood, Categorical):
+        return False
+    silent = one.labels == -100
+    if not silent.any():
+        return False
+    doubt = -torch.expm1(one.out[silent].double().log_softmax(-1).amax(-1))
+    tiny = torch.finfo(one.pull.dtype).smallest_normal
+    return bool((doubt * one.pull.abs().max() < tiny).any())
+
+
+def rows_compared(one: Seen, out: Tensor) -> Tensor | slice:
     """Of which examples outputs are compared: a language model's are large, and some have no label."""
-    most = max(1, 2**20 // max(1, out[:1].numel()))
+    most = max(1, COMPARED // max(1, out[:1].numel()))
     if most >= len(out):
         return slice(None)
-    counted = batch.likelihood.counted(batch.y)
+    counted = one.batch.likelihood.counted(one.labels if one.batch.y is None else one.batch.y)
     if counted is None:
         return slice(most)
     return counted.reshape(len(out), -1).any(1).nonzero().flatten()[:most]
