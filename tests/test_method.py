@@ -70,6 +70,7 @@ def test_verbs_run_in_order():
 def test_state_nests_and_refuses_what_does_not_fit():
     model = torch.nn.Linear(3, 2)
     chain = L2() + Freeze()
+    chain.begin_task(model, None)
     chain.end_task(model, None)
     state = chain.state_dict()
     assert set(state) == {"0", "1"} and torch.equal(state["0"]["bowl"]["anchor"]["weight"], model.weight)

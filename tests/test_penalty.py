@@ -695,6 +695,22 @@ def test_si_tells_of_a_thawed_layer_in_a_loop_that_begins_no_tasks():
         step()
 
 
+def test_si_does_not_take_a_layer_that_was_thawed_only_to_end_the_task_for_a_measured_one():
+    model, method = body_and_head(), SI()
+    x, y = data()
+    model[0].requires_grad_(False)
+    F.cross_entropy(model(x), y).backward()
+    method.before_step(model)
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    method.after_step(model)
+    model.zero_grad()
+    model[0].requires_grad_(True)
+    method.end_task(model, (x, y))
+    F.cross_entropy(model(x), y).backward()
+    with pytest.warns(UserWarning, match="SI does not hold 0.weight, 0.bias.*SI measures while parameters learn"):
+        method.before_step(model)
+
+
 def test_complex_parameters_are_held_by_l2_and_refused_by_si():
     """|θ - θ*|², by its definition; SI's path integral is of real parameters."""
     model, method = nn.Module(), L2(3.0)

@@ -294,3 +294,13 @@ def test_the_gradient_of_remembered_examples_does_not_wait(synced):
     found = []
     assert synced(lambda: found.extend(gradient_on(model, list(model.parameters()), batch()))) == 0
     assert found[0].any() and gradient_on(model, list(model.parameters()), None) is None
+
+
+@pytest.mark.parametrize("kind", [ER, AGEM, DERpp])
+def test_a_task_of_which_it_saw_nothing_is_told(kind):
+    """The loop took the method's loss in the first task, and in the second its own."""
+    model, method, x, y = torch.nn.Linear(3, 2), kind(10), torch.randn(8, 3), torch.randint(2, (8,))
+    method.loss(model, Batch(x, y)).backward()
+    method.end_task(model, (x, y))
+    with pytest.warns(UserWarning, match=f"{kind.__name__} has seen no example since the last task ended"):
+        method.end_task(model, (x, y))

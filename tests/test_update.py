@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -1433,3 +1434,9 @@ def test_old_data_are_offered_to_a_memory_as_often_as_the_new_ones():
     learn(model, method, (x, y), 1, None, how)
     assert method.memory.seen == 1200
     assert abs(method.memory["t"].bincount()[0] - 30) < 12  # three standard deviations
+
+
+def test_names_of_classes_and_files_cannot_steer_the_terminal(shop):
+    done = go(digits(0, 1))
+    assert "\x1b" not in str(replace(done, notes=["New classes: \x1b[31mRED."]))
+    assert r"\x1b[31mRED" in str(replace(done, notes=["New classes: \x1b[31mRED."]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -125,13 +125,17 @@ class QuadraticPenalty(Method):
             weights = {n: self.frozen.pop(n) for n in thawed}
             self._thaw(thawed, weights)
 
+    _hold_thawed: ClassVar[str] = (
+        "To hold them, make them trainable before end_task(model, task), which measures what is trainable then, and freeze them "
+        "again after it."
+    )
+
     def _thaw(self, parameters: Params, weights: dict[str, float]) -> None:
         """Say that nothing holds them: what they matter to earlier tasks was not measured, and the data are gone."""
         names = list(parameters)
         warnings.warn(
             f"{type(self).__name__} does not hold {', '.join(names[:4])}{', …' * (len(names) > 4)}: frozen when the last task ended, "
-            "they have no importance, and learn now as in fine-tuning. To hold them, make them trainable before end_task(model, "
-            "task), which measures what is trainable then, and freeze them again after it.",
+            f"they have no importance, and learn now as in fine-tuning. {self._hold_thawed}",
             UserWarning,
             stacklevel=4,
         )

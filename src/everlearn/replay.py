@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -46,6 +47,7 @@ class Replay(Method):
         self.memory = self.room()
         self.drawn = 0
         self.tasks = 0
+        self.offered = 0  # presentations, when the last task ended
         self._transforms: dict[int, Transform | None] = {}
         self._now: Batch | None = None  # the current batch, for methods that replay after the backward pass
         self._edited = False  # whether before_step was called, where it does something
@@ -88,7 +90,15 @@ class Replay(Method):
             raise ValueError(
                 f"{type(self).__name__}.before_step was not called: it edits gradients, between backward() and step()."
             )
+        if self.memory.seen == self.offered:
+            warnings.warn(
+                f"{type(self).__name__} has seen no example since the last task ended: it neither replayed nor remembered in this one. "
+                "Take the loss of your loop from method.loss(model, Batch(x, y)).",
+                UserWarning,
+                stacklevel=2,
+            )
         self.tasks, self._now, self._edited = self.tasks + 1, None, False
+        self.offered = self.memory.seen
 
     def load_state_dict(self, state: Rows) -> None:
         """Take over a memory, of several processes each its share."""

@@ -48,8 +48,8 @@ def check_known(model: nn.Module, teacher: Teacher) -> None:
     others = [(n, p) for n, p in unwrap(model).named_parameters() if n not in known]
     if thawed := [n for n, p in others if n in teacher["frozen"] and p.requires_grad]:
         raise ValueError(
-            f"{', '.join(thawed[:3])} was frozen when the last task ended, and learns now, so that the teacher would change with "
-            "it: end the task with what will learn later."
+            f"{', '.join(thawed[:3])}: frozen when the last task ended and trainable now, so that the teacher, which shares what is "
+            "frozen, would change too. Make them trainable before end_task(model, task), which keeps a copy of what is trainable then."
         )
     if new := [n for n, _ in others if n not in teacher["frozen"]]:
         raise ValueError(

@@ -110,3 +110,9 @@ def test_an_output_layer_that_is_also_the_table_of_words_is_refused_before_train
     before, head = model.features(t), model.head.weight.detach().clone()
     train(model, method, Task((t, t[:, 1]), id=1), optimizer=OPTIMIZERS[1], batch_size=8)
     assert torch.equal(model.features(t), before) and not torch.equal(model.head.weight, head)
+
+
+def test_a_loop_that_begins_no_tasks_is_told():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    with pytest.raises(ValueError, match=r"Freeze.end_task before any begin_task"):
+        Freeze().end_task(model, None)

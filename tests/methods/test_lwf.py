@@ -395,3 +395,12 @@ def test_it_needs_inputs():
 
 def test_strength_zero_is_fine_tuning():
     assert torch.equal(end(Method(), "task"), end(LwF(0.0), "task"))
+
+
+def test_probabilities_are_told_of_in_a_loop_of_ones_own():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.Softmax(-1)), torch.randn(6, 3)
+    method = LwF()
+    method.end_task(model, x)
+    with pytest.warns(UserWarning, match="probabilities"):
+        method.penalty(model, x, model(x))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import shutil
 import signal
 import time
@@ -115,6 +116,8 @@ def _side_by_side(todo: Sequence[Cell], workers: int, threads: int, force: bool)
 
 def _fresh() -> Any:
     """How processes begin: a torch that was at work may hang when it is forked, so from one that has only been imported."""
+    # Python puts the working folder first for a process that it starts with -c: a numpy.py beside the data would be run.
+    os.environ.setdefault("PYTHONSAFEPATH", "1")
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")

@@ -80,6 +80,11 @@ class Freeze(Method):
 
     def end_task(self, model: nn.Module, task: Any) -> None:
         """Freeze statistics at once: a loop need not say where the next task begins."""
+        if self.what == "features" and not self.begun:
+            raise ValueError(
+                "Freeze.end_task before any begin_task(model, task): features are frozen where the next task begins, so that this loop "
+                "would freeze nothing. Call begin_task before each task's optimizer is made."
+            )
         self.begun = self.ended = True
         if self.what == "statistics":
             self._freeze(model)

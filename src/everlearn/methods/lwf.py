@@ -117,6 +117,9 @@ class LwF(Method):
                 "One output is no choice between classes: give Batch(x, likelihood=Gaussian()) or Bernoulli()."
             )
         self._check_statistics(model)
+        if not self._checked_outputs:
+            self._checked_outputs = True
+            likelihood.check_outputs(out)
         target = answer(model, teacher, x)
         if out.dim() != target.dim() or len(out) != len(target) or (torch.is_grad_enabled() and not out.requires_grad):
             raise ValueError(

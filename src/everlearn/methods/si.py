@@ -65,6 +65,11 @@ class SI(QuadraticPenalty):
         self._versions: list[tuple[int, int]] = []
         self._ready = self._arrived = self._hurries = False
 
+    _hold_thawed = (
+        "SI measures while parameters learn: let them learn in the task that is to be kept, or use EWC, MAS or L2, which hold "
+        "what is trainable at end_task(model, task)."
+    )
+
     def begin_task(self, model: nn.Module, task: Any) -> None:
         """The path of new parameters begins here."""
         self._ready = False
@@ -216,7 +221,8 @@ class SI(QuadraticPenalty):
         form = Diagonal({**self.omega.values, **importance})  # what is frozen just now keeps its importance
         self.applied_strength = float(self.strength)
         self.bowl.move(self._stored(self._placed(form)), self._placed(Diagonal(here)).diagonal())
-        self._note_frozen(known, weights)
+        # Its importance comes from the steps: what was frozen in them has none, also if it is trainable by now.
+        self.frozen = {n: w for n, w in weights.items() if n not in form.values and known[n].is_floating_point()}
         self._versions = []  # seen from a new θ*
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from everlearn.escaping import printable_lines
 from everlearn.fields import NonNegative, Range, check_field
 from everlearn.metrics import Matrix
 from everlearn.report.table import columns
@@ -185,13 +186,13 @@ class Update:
 
     def __str__(self) -> str:
         if not self.new:
-            return "\n".join(self.notes)
+            return printable_lines("\n".join(self.notes))
         verdict = "accepted" if self.accepted else "refused, nothing is replaced"
         head = f"Update {self.number} with {self.method}: {verdict}."
         lines = [head, "", self._table(), "", self._verdict(), *self._certainty(), *self._class_table(), *self.notes]
         if self.suggestions:
             lines += ["", "What to try:", *(f"- {suggestion}" for suggestion in self.suggestions)]
-        return "\n".join(lines)
+        return printable_lines("\n".join(lines))  # names of classes and files are somebody else's
 
     __repr__ = __str__
 
