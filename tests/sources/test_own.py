@@ -198,6 +198,10 @@ class TestTable:
             ("", "must begin with a line of column names"),
             ("a,b\n", "nothing to learn from: 1 columns, 0 rows"),
             ("b\n1\n", "has no column 'a'; it has b"),
+            (
+                ",".join([*(f"p{i}" for i in range(64)), "digit"]) + "\n",
+                "has no column 'a'; it has p0, p1, p2, p3, p4, p5, p6, p7, …, p63, digit \\(65 in all\\)",
+            ),
             ("a,b\n1,x\n", "'b' is not made of numbers \\('x' in row 1"),
             ("a,b\n1,nan\n", "'b' has cells that are not finite"),
             ("a,b\n1,1e300\n", "'b' has cells that are not finite"),

@@ -138,14 +138,17 @@ def held_back(y: Tensor, share: float = 0.2) -> Tensor:
     return test
 
 
-def first_few(names: Sequence[object], limit: int = 5) -> str:
-    """The first names of a list that may be long, for a message.
+def first_few(names: Sequence[object], limit: int = 5, *, last: int = 0) -> str:
+    """The first names of a list that may be long, for a message, and the last ones where asked for.
 
     >>> first_few([f"p{i}" for i in range(784)], 3)
     'p0, p1, p2, … (784 in all)'
+    >>> first_few([*(f"p{i}" for i in range(784)), "label"], 3, last=2)
+    'p0, p1, p2, …, p783, label (785 in all)'
     """
-    rest = f", … ({len(names)} in all)" if len(names) > limit else ""
-    return ", ".join(map(str, names[:limit])) + rest
+    if len(names) <= limit + last:
+        return ", ".join(map(str, names))
+    return ", ".join([*map(str, names[:limit]), "…", *map(str, names[len(names) - last :])]) + f" ({len(names)} in all)"
 
 
 def images(raw: np.ndarray) -> Tensor:

@@ -36,9 +36,8 @@ def table(path: str | Path, *, target: str, features: Sequence[str] | None = Non
     columns = readers[path.suffix.lower()](path)
     own = list(features) if features is not None else [name for name in columns if name != target]
     if lacking := [name for name in (target, *own) if name not in columns]:
-        raise ValueError(
-            f"{path} has no column {first_few([*map(repr, lacking)])}; it has {first_few([*columns], limit=10)}."
-        )
+        there = first_few([*columns], limit=8, last=2)  # the label often comes last
+        raise ValueError(f"{path} has no column {first_few([*map(repr, lacking)])}; it has {there}.")
     if target in own:
         raise ValueError(f"{target!r} is what is to be predicted: take it out of features.")
     if not own or not len(columns[target]):

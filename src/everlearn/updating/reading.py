@@ -92,7 +92,7 @@ def select_columns(data: Data, columns: Sequence[str]) -> Data:
         return data
     if lacking := [name for name in columns if name not in data.features]:
         raise ValueError(
-            f"The data have no column {first_few([*map(repr, lacking)])}; they have {first_few(data.features, limit=10)}."
+            f"The data have no column {first_few([*map(repr, lacking)])}; they have {first_few(data.features, limit=8, last=2)}."
         )
     (x, y), (x_test, y_test) = data
     order = torch.tensor([data.features.index(name) for name in columns])
