@@ -18,6 +18,7 @@ from torch import nn
 import everlearn
 from everlearn import (
     ER,
+    ERACE,
     EWC,
     MAS,
     METHODS,
@@ -351,9 +352,29 @@ def test_a_refusal_says_what_to_try(shop):
         known = {"is_first": True, "has_new_classes": False, "is_certain": True}
         return " ".join(suggest(method, **known | facts))
 
-    assert "--set er.capacity=800 " in words(ER(200)) and "capacity" not in words(ER(200), is_first=False)
+    full = ER(200)
+    full.memory.add(x=torch.rand(200, 2), y=torch.arange(200), t=torch.zeros(200, dtype=torch.long))
+    assert "--set er.capacity=800 keeps 800 examples. " in words(full)
+    assert "--set er.capacity=800 keeps 800 examples, which needs a new folder" in words(full, is_first=False)
+    partly = ER(201)
+    partly.memory.add(x=torch.rand(200, 2), y=torch.arange(200), t=torch.zeros(200, dtype=torch.long))
+    for is_first in (True, False):
+        assert "capacity" not in words(partly, is_first=is_first)
+        assert "--set er.size=128" in words(partly, is_first=is_first)
     assert "--set er.size=128" in words(ER(200) + EWC(), is_first=False) and "--method er-ace" in words(Method())
     assert "More old examples" in words(ER(), is_certain=False) and "More old examples" not in words(ER())
+
+
+def test_a_later_refusal_suggests_only_what_the_next_command_takes(shop):
+    assert go(digits(0, 1, shift=1), EWC(30.0), old=digits(0, 1, 2, 3)).accepted
+    said = str(go(digits(4, 5), EWC(30.0), tolerance=2.0))
+    tried = said.split("What to try:\n")[1].splitlines()
+    assert tried[0].startswith("- Replay") and "--method er-ace, derpp or er, which needs a new folder" in tried[0]
+    assert "--state NEW --accept-weights" in tried[0] and "--old" in tried[0]
+    with pytest.raises(ValueError, match="is of EWC"):
+        go(digits(4, 5), ERACE(200))
+    anew = go(digits(4, 5), ERACE(200), state="new", accept_weights=True, old=digits(0, 1, 2, 3))
+    assert anew.accepted and anew.number == 1
 
 
 def test_exams_too_small_to_tell(shop):

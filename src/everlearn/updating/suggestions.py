@@ -15,8 +15,8 @@ def suggest(method: Method, *, is_first: bool, has_new_classes: bool, is_certain
     """Ways to lose less of the old skills, the most promising first.
 
     Args:
-        method: what protected them.
-        is_first: whether nothing is remembered yet, so that the size of a memory can still be chosen.
+        method: what protected them, as it is after the update.
+        is_first: whether nothing is stored yet, so that the kind of method and the size of a memory can still be chosen.
         has_new_classes: whether the update brings classes that the model had no output for.
         is_certain: whether the old examples are enough to tell that too much was lost.
 
@@ -25,21 +25,32 @@ def suggest(method: Method, *, is_first: bool, has_new_classes: bool, is_certain
     'More protection: --set ewc.strength=300.'
     """
     found = []
+    # A stored state is of one kind of method, with a memory of one size: another is refused in its folder.
+    anew = (
+        ""
+        if is_first
+        else ", which needs a new folder: --state NEW --accept-weights, with examples of old skills, --old"
+    )
     replays = any(isinstance(m, Replay) for m in parts(method))
     if has_new_classes and not replays:
         found.append(
-            "Replay: beside new classes only remembered examples keep the old ones: --method er-ace, derpp or er."
+            f"Replay: beside new classes only remembered examples keep the old ones: --method er-ace, derpp or er{anew}."
         )
     elif type(method) is Method:
         found.append(
-            "A method that protects old skills: --method er-ace, derpp or er where examples may be kept, else mas or ewc."
+            "A method that protects old skills: --method er-ace, derpp or er where examples may be kept, else mas or "
+            f"ewc{anew}."
         )
     for m in parts(method):
         name = next((name for name, kind in METHODS.items() if kind is type(m)), type(m).__name__)
-        if isinstance(m, Replay) and is_first:
-            found.append(f"A larger memory: --set {name}.capacity={4 * m.capacity} keeps {4 * m.capacity} examples.")
-        elif isinstance(m, Replay):
-            found.append(f"More replay per step: --set {name}.size=128; a larger memory needs a new state folder.")
+        if isinstance(m, Replay):
+            is_full = len(m.memory) >= m.memory.capacity
+            larger = f"A larger memory: --set {name}.capacity={4 * m.capacity} keeps {4 * m.capacity} examples{anew}."
+            more = f"More replay per step: --set {name}.size=128."
+            if not is_first or not is_full:
+                found.append(more)
+            if is_full:
+                found.append(larger)
         else:
             strengths = [field for field in _searched_fields(m) if field == "strength"]
             found += [f"More protection: --set {name}.{field}={10 * getattr(m, field):g}." for field in strengths]
