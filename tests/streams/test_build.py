@@ -162,6 +162,10 @@ def test_own_regression_and_multi_label_tasks():
         (lambda: rotated((X.flatten(1), Y), (X.flatten(1), Y)), "Only images"),
         (lambda: online(split(*DATA, tasks=2), chunk=0), "whole number of at least 1 example"),
         (lambda: from_tasks([(X, Y, X)]), "Task 0 must be a pair"),
+        (
+            lambda: from_tasks([(X, Y), (X, Y)]),
+            r"Task 0 has training .* pair \(train, test\), such as \(\(x, y\), \(x_test, y_test\)\), or \(\(x, y\), None\)",
+        ),
         (lambda: from_tasks([((X[:0], Y[:0]), (X, Y))]), "Task 0 has no examples"),
         (lambda: from_tasks([]), "at least one task"),
         (lambda: from_tasks([DATA], names=["a", "b"]), "1 tasks but 2 names"),

@@ -110,3 +110,20 @@ def test_a_label_that_was_not_named_is_refused_where_it_comes():
 def test_targets_that_are_no_classes_are_left_alone():
     stream = from_tasks([((X, X), (X, X))] * 2, scenario="domain", likelihood=Gaussian())
     assert stream[1].train.y.equal(X) and stream[1].labels == {}
+
+
+@pytest.mark.parametrize("scenario", ["task", "class", "domain"])
+@pytest.mark.parametrize("lowest", [-1, -100])
+def test_negative_labels_are_refused_where_a_stream_is_made(scenario, lowest):
+    wrong = Y.where(Y > 0, lowest)
+    message = f"Task 1 has the label {lowest}: classes are numbered from 0"
+    for pair in [
+        ((X, wrong), None),
+        ((X, Y), (X, wrong)),
+        ((X.numpy(), wrong.numpy()), None),
+        (TensorDataset(X, wrong), None),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            from_tasks([((X, Y), None), pair], scenario=scenario)
+    with pytest.raises(ValueError, match=message):
+        from_tasks([((X, Y), None)] * 2, scenario=scenario, classes=[[0, 1, 2], [lowest, 1, 2]])

@@ -70,10 +70,24 @@ def from_tasks(
         if given is not None and len(given) != len(tasks):
             raise ValueError(f"There are {len(tasks)} tasks but {len(given)} {what}: give one for each.")
     pairs = [tuple(None if data is None else as_source(data, workers) for data in pair) for pair in tasks]
+    for i, (train, _) in enumerate(pairs):
+        if isinstance(train, Arrays) and train.y is None:
+            raise TypeError(
+                f"Task {i} has training data without labels: each task is a pair (train, test), such as "
+                "((x, y), (x_test, y_test)), or ((x, y), None) without test data."
+            )
+    if isinstance(meaning, Categorical):
+        for i, pair in enumerate(pairs):
+            for source in pair:
+                y = source.y if isinstance(source, Arrays) else None
+                if y is not None and y.dim() == 1 and len(y) and not y.is_floating_point():
+                    _check_lowest(int(y.min()), i)
     if classes is None and isinstance(meaning, Categorical) and (scenario != "domain" or outputs is None):
         classes = [_classes(pair[0], i) for i, pair in enumerate(pairs)]
     if classes is None and scenario != "domain":
         raise ValueError(f"A {scenario}-incremental stream is about classes: use scenario='domain' with {meaning}.")
+    for i, own_classes in enumerate(classes or []):
+        _check_lowest(min(own_classes, default=0), i)
     renamed = _renamed(classes, scenario, labels, names)
     settings: dict[str, Any] = {} if labels is None else {"labels": labels}
     if renamed is not None:
@@ -131,6 +145,12 @@ def _renamed(
         renamed.append({int(c): column + i for i, c in enumerate(dict.fromkeys(own))})
         column += len(renamed[-1])
     return renamed
+
+
+def _check_lowest(label: int, t: int) -> None:
+    """Refuse a class that no output can stand for."""
+    if label < 0:
+        raise ValueError(f"Task {t} has the label {label}: classes are numbered from 0.")
 
 
 def _classes(source: Any, t: int) -> list[int]:
