@@ -77,8 +77,8 @@ def from_tasks(
                 "((x, y), (x_test, y_test)), or ((x, y), None) without test data."
             )
     if isinstance(meaning, Categorical):
-        for i, pair in enumerate(pairs):
-            for source in pair:
+        for i, sources in enumerate(pairs):
+            for source in sources:
                 y = source.y if isinstance(source, Arrays) else None
                 if y is not None and y.dim() == 1 and len(y) and not y.is_floating_point():
                     _check_lowest(int(y.min()), i)
