@@ -404,3 +404,16 @@ def test_probabilities_are_told_of_in_a_loop_of_ones_own():
     method.end_task(model, x)
     with pytest.warns(UserWarning, match="probabilities"):
         method.penalty(model, x, model(x))
+
+
+def test_a_hugging_face_output_is_read_by_its_logits():
+    transformers = pytest.importorskip("transformers")
+    method = LwF(3.0)
+    model, x, _ = taught(method)
+    out = transformers.modeling_outputs.SequenceClassifierOutput(logits=model(x))
+    expected = method.penalty(model, x, model(x))
+    assert expected > 0
+    torch.testing.assert_close(method.penalty(model, x, out), expected)
+    torch.testing.assert_close((method + Method()).penalty(model, x, out), expected)
+    with pytest.raises(TypeError, match=r"must give a tensor of outputs, it gave a tuple"):
+        method.penalty(model, x, (model(x),))

@@ -12,7 +12,7 @@ from everlearn.batch import Batch
 from everlearn.curvature.divergence import output_kl
 from everlearn.data import inputs_alone
 from everlearn.fields import NonNegative, Range, Search
-from everlearn.forward import ask
+from everlearn.forward import ask, read_outputs
 from everlearn.heads import output_layer
 from everlearn.likelihood import Bernoulli, Categorical, Likelihood
 from everlearn.method import Method
@@ -96,7 +96,7 @@ class LwF(Method):
         Args:
             model: the student.
             batch: the new examples; a tensor of inputs will do.
-            out: what the model answers to them, if that is known already.
+            out: what the model answers to them, if that is known already; a Hugging Face output, read by its ``.logits``, will do.
         """
         teacher = self.teacher if self.begun else self.latest  # a loop of one's own need not begin tasks
         if not teacher or not self.strength:
@@ -107,7 +107,7 @@ class LwF(Method):
             x, likelihood = batch.x, batch.likelihood
         else:
             x, likelihood = inputs_alone(batch), self._likelihood
-        out = ask(model, x) if out is None else out
+        out = ask(model, x) if out is None else read_outputs(out)
         if self.warmup and not self.begun:
             raise ValueError(
                 "LwF.warmup needs to know where a task begins: call begin_task(model, task) before its first step."
