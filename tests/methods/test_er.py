@@ -98,3 +98,11 @@ def test_tokens_that_do_not_count(kind):
 def test_ace_is_about_classes():
     with pytest.raises(TypeError, match=r"ER-ACE is about classes; Gaussian.* use ER"):
         ERACE().task_loss(Batch(torch.randn(2, 4), torch.randn(2, 1), likelihood=Gaussian()), torch.randn(2, 1))
+
+
+@pytest.mark.parametrize("method", [ER(20), ERACE(20)], ids=["ER", "ERACE"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
+def test_labels_that_are_no_classes_are_refused_in_a_sentence(method, dtype):
+    y = torch.tensor([0, 1, 1, 0]).to(dtype)
+    with pytest.raises(TypeError, match=rf"Class labels must be integers, got {dtype}: use y.long\(\)"):
+        method.loss(nn.Linear(4, 3), Batch(torch.randn(4, 4), y))

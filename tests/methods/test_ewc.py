@@ -240,3 +240,10 @@ def test_a_model_that_ends_in_a_softmax_is_told():
         torch.testing.assert_close(same.values[name], value)
     with pytest.warns(UserWarning, match="outputs are probabilities"):
         EWC().end_task(nn.Sequential(*logits, nn.Softmax(-1)), x)
+
+
+@pytest.mark.parametrize("labels", ["exact", "true"])
+def test_labels_without_an_output_are_refused_with_advice(labels):
+    y = torch.tensor([0, 7, -100, 1])
+    with pytest.raises(ValueError, match=r"from 0 to 7 but the model has only 3 outputs .* build it with more outputs"):
+        EWC(labels=labels).end_task(nn.Linear(4, 3), (torch.randn(4, 4), y))

@@ -66,13 +66,12 @@ class Categorical(Likelihood):
         logits = self.logits(out, allowed)
         if y.shape != out.shape[:-1]:
             raise ValueError(_shapes(out, y))
+        if y.dtype != torch.long:
+            y = self.labels(y)
         try:
             return F.cross_entropy(logits if logits.dim() == 2 else logits.flatten(0, -2), y.flatten())
         except IndexError:
-            raise ValueError(
-                f"Labels run from {int(y.min())} to {int(y.max())} but the model has only {out.shape[-1]} outputs "
-                f"(classes 0 to {out.shape[-1] - 1}): build it with more outputs, or renumber the labels from 0."
-            ) from None
+            raise ValueError(_out_of_range(out, y)) from None
 
     def score(self, out: Tensor, y: Tensor, allowed: Tensor | None = None) -> Tensor:
         """1 where the most likely allowed class is the label, else 0; the share of right tokens for token labels."""
@@ -110,9 +109,7 @@ class Categorical(Likelihood):
         if y.shape != out.shape[:-1]:
             raise ValueError(_shapes(out, y))
         if y.numel() and (((y < 0) & (y != -100)).any() or y.max() >= out.shape[-1]):
-            raise ValueError(
-                f"Labels run from {int(y.min())} to {int(y.max())} but the model has {out.shape[-1]} outputs."
-            )
+            raise ValueError(_out_of_range(out, y))
 
     def residual(self, out: Tensor, y: Tensor, allowed: Tensor | None = None) -> Tensor:
         """The probabilities minus e_y; zero for labels that are ignored (-100)."""
@@ -179,6 +176,14 @@ def _token_by_token(s: Tensor) -> Iterator[Tensor]:
 def _shapes(out: Tensor, y: Tensor) -> str:
     hint = "use y.squeeze(1)" if y.shape == (*out.shape[:-1], 1) else "give one class number per row of outputs"
     return f"The model gives outputs of shape {tuple(out.shape)} for labels of shape {tuple(y.shape)}: {hint}."
+
+
+def _out_of_range(out: Tensor, y: Tensor) -> str:
+    counted = y[y != -100]
+    return (
+        f"Labels run from {int(counted.min())} to {int(counted.max())} but the model has only {out.shape[-1]} outputs "
+        f"(classes 0 to {out.shape[-1] - 1}): build it with more outputs, or renumber the labels from 0."
+    )
 
 
 def _per_token(allowed: Tensor, out: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ class ERACE(Replay):
         if not isinstance(batch.likelihood, Categorical):
             raise TypeError(f"ER-ACE is about classes; {batch.likelihood} has none: use ER.")
         present = torch.zeros(1, out.shape[-1], dtype=torch.bool, device=out.device)
-        y = batch.labels().flatten()
+        y = batch.likelihood.labels(batch.labels()).flatten()
         present[0, y[y != -100]] = True
         if distributed.world() > 1:  # the batch is that of all processes
             distributed.add_up([together := present.float()])
