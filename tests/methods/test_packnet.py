@@ -354,3 +354,15 @@ def test_what_is_divided_by_its_norm_keeps_an_entry(norm, dim, small_stream):
     before = method.predict(model, x, 0)
     everlearn.train(model, method, stream[1], optimizer=OPTIMIZERS["adamw"], batch_size=16)
     assert torch.equal(method.predict(model, x, 0), before) and before.isfinite().all()
+
+
+def test_a_frozen_backbone_is_named_as_such(small_stream):
+    stream = small_stream("task")
+    model = nets.mlp(stream.inputs, stream.outputs, hidden=(8,))
+    names = [name for name, _ in model.named_parameters()]
+    for p in list(model.parameters())[:-2]:
+        p.requires_grad_(False)
+    with pytest.raises(ValueError, match=rf"all are frozen \({names[0]} .*requires_grad=False"):
+        PackNet().begin_task(model, stream[0])
+    with pytest.raises(ValueError, match="use a deeper model"):
+        PackNet().begin_task(nn.Linear(4, 3), stream[0])

@@ -173,6 +173,13 @@ class PackNet(Isolation):
             elif name not in own and p.requires_grad:
                 self.owner[name] = torch.zeros_like(p, dtype=torch.uint8)
         if not self.owner:
+            frozen = [n for n, p in named_with_frozen(model).items() if n not in own and not p.requires_grad]
+            if frozen:
+                raise ValueError(
+                    f"PackNet shares out trainable weights, and besides the output layer all are frozen "
+                    f"({', '.join(frozen[:3])}{', …' * (len(frozen) > 3)} have requires_grad=False): set requires_grad to True for those "
+                    "that are to learn before the first task begins. Where only the output layer is to learn, no sharing out is needed."
+                )
             raise ValueError("PackNet finds no weights to share out besides the output layer: use a deeper model.")
         if new := [name for name in thawed if name not in self._told]:
             self._told.update(new)
