@@ -205,3 +205,15 @@ def test_a_loss_of_probabilities_is_told_once():
     with pytest.warns(UserWarning, match="outputs are probabilities"):
         method.loss(model, batch)
     method.loss(model, batch)
+
+
+def test_a_dict_in_place_of_a_batch_is_told_how_to_become_one():
+    model, given = torch.nn.Linear(3, 2), {"input": batch().x, "labels": batch().y}
+    with pytest.raises(TypeError, match=r"got a dict: write Batch\(\{") as told:
+        Method().loss(model, given)
+    advice = str(told.value).split("write ")[1].split(", the inputs by name")[0]
+    made = eval(advice, {"Batch": Batch, "batch": given})
+    expected = torch.nn.functional.cross_entropy(model(given["input"]), given["labels"])
+    assert torch.equal(Method().loss(model, made), expected)
+    with pytest.raises(TypeError, match=r"got a list: write Batch\(x, y\)\."):
+        Method().loss(model, [batch().x, batch().y])

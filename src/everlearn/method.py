@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, cast, get_type_hints
 
@@ -126,7 +126,7 @@ class Method:
             pulled: leave out penalties whose gradient ``pull(model)`` adds after ``backward()``.
         """
         if not isinstance(batch, Batch):
-            raise TypeError(f"A loss is of a Batch, got a {type(batch).__name__}: write Batch(x, y).")
+            raise TypeError(f"A loss is of a Batch, got a {type(batch).__name__}: {_as_batch(batch)}.")
         if not self._checked_outputs:  # of the first batch alone: it waits for the device
             check_next_tokens(model, batch.x, batch.y)
         whole = self.join(batch)
@@ -368,6 +368,13 @@ class Chain(Method):
             raise ValueError(f"This state is of a chain of {len(state)} methods, this chain has {len(self.methods)}.")
         for i, m in enumerate(self.methods):
             m.load_state_dict(state[str(i)])
+
+
+def _as_batch(given: Any) -> str:
+    """How to make a Batch of what was given as one."""
+    if not isinstance(given, Mapping):
+        return "write Batch(x, y)"
+    return 'write Batch({k: v for k, v in batch.items() if k != "labels"}, batch["labels"]), the inputs by name and the labels apart'
 
 
 def _nearest(method: Method, verb: str) -> int:
