@@ -180,10 +180,13 @@ def _shapes(out: Tensor, y: Tensor) -> str:
 
 def _out_of_range(out: Tensor, y: Tensor) -> str:
     counted = y[y != -100]
-    return (
-        f"Labels run from {int(counted.min())} to {int(counted.max())} but the model has only {out.shape[-1]} outputs "
-        f"(classes 0 to {out.shape[-1] - 1}): build it with more outputs, or renumber the labels from 0."
-    )
+    low, high, outputs = int(counted.min()), int(counted.max()), out.shape[-1]
+    if high < outputs:
+        cure = "number the labels from 0, and give -100 to those that are to be ignored"
+    else:
+        cure = "build it with more outputs, or renumber the labels from 0"
+    only = "only " if high >= outputs else ""
+    return f"Labels run from {low} to {high} but the model has {only}{outputs} outputs (classes 0 to {outputs - 1}): {cure}."
 
 
 def _per_token(allowed: Tensor, out: Tensor) -> Tensor:
