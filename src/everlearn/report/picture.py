@@ -15,6 +15,7 @@ from everlearn.results import Result
 MARKS = "os^DPvX*"
 LINES = ("-", "--", ":", "-.")
 COLORS = 10  # of matplotlib's own cycle; after them styles change
+LEAST = 5  # points of accuracy that an axis spans, or differences of a thousandth would fill it
 LETTERS = 120  # that fit beside each other in the legend
 
 
@@ -31,15 +32,23 @@ def png(results: Sequence[Result]) -> bytes:
     axes = figure.subplots(len(places), 2, squeeze=False)
     for (left, right), place in zip(axes, places, strict=True):
         here = [r for r in every if (r["stream"], r["scenario"]) == place]
-        factor = 100 if here[0]["score"] == "accuracy" else 1
+        score = here[0]["score"]
+        percent = score == "accuracy"
+        factor = 100 if percent else 1
+        unit = " (%)" if percent else ""
         for i, method in enumerate(methods):
             mine = [r for r in here if r["method"] == method]
             _points(left, mine, method, i, factor)
             _course(right, mine, method, i, factor)
         left.set(
-            title=f"{place[0]}, {place[1]}-incremental", xlabel="accuracy on new tasks", ylabel="accuracy on old tasks"
+            title=f"{place[0]}, {place[1]}-incremental",
+            xlabel=f"{plot_label(score)} on new tasks{unit}",
+            ylabel=f"{plot_label(score)} on old tasks{unit}",
         )
-        right.set(xlabel="tasks learned", ylabel="average over tasks so far")
+        right.set(xlabel="tasks learned", ylabel=f"average over tasks so far{unit}")
+        if percent:
+            left.set(xlim=_wide_enough(left.get_xlim()), ylim=_wide_enough(left.get_ylim()))
+            right.set(ylim=_wide_enough(right.get_ylim()))
         right.xaxis.get_major_locator().set_params(integer=True)
     if drawn := _legend(axes, methods):
         figure.legend(drawn.values(), drawn, loc="outside lower center", ncols=columns, fontsize="small", frameon=False)
@@ -81,6 +90,17 @@ def _course(axis: Any, mine: Sequence[Run], method: str, i: int, factor: int) ->
     sofar = [[factor * _mean(row[: t + 1]) for t, row in enumerate(r["matrix"])] for r in whole]
     mean = [sum(values) / len(values) for values in zip(*sofar, strict=True)]
     axis.plot(whole[0]["tasks"][: len(mean)], mean, label=method, **style(i))
+
+
+def _wide_enough(limits: tuple[float, float]) -> tuple[float, float]:
+    """Limits of an axis that spans at least ``LEAST`` points, about the same middle.
+
+    >>> _wide_enough((90.0, 90.5)), _wide_enough((20.0, 80.0))
+    ((87.75, 92.75), (20.0, 80.0))
+    """
+    low, high = limits
+    missing = max(0.0, LEAST - (high - low)) / 2
+    return low - missing, high + missing
 
 
 def _mean(row: Sequence[float | None]) -> float:
