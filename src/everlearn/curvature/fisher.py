@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from everlearn import distributed
 from everlearn.batch import Batch
 from everlearn.curvature.diagonal import Diagonal
+from everlearn.curvature.finite import check_finite
 from everlearn.curvature.full import Full
 from everlearn.curvature.kronecker import Kronecker, Pair
 from everlearn.curvature.persample.engine import PerExample
@@ -136,7 +137,9 @@ class FisherEstimator:
             raise ValueError(
                 f"{task} has no examples to take the Fisher information on, or all its labels are ignored."
             )
-        return finish(statistic, seen, int(distributed.total(labels)) * self.samples)
+        form = finish(statistic, seen, int(distributed.total(labels)) * self.samples)
+        check_finite(form, engine.model, task)
+        return form
 
     def _labeled(self, batch: Batch) -> Batch:
         """The examples that have a label which counts, with the likelihood that was asked for."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from everlearn import distributed
 from everlearn.batch import Batch
 from everlearn.curvature.diagonal import Diagonal
+from everlearn.curvature.finite import check_finite
 from everlearn.curvature.persample.engine import PerExample
 from everlearn.curvature.persample.statistics import Elementwise
 from everlearn.curvature.persample.untouched import untouched
@@ -68,7 +69,9 @@ def sensitivity(model: nn.Module, data: Any, norm: Norm = "squared", chunk: int 
         raise ValueError(f"{task} has no examples to take the sensitivity on.")
     if unseen:
         log.warning("No layer of its own for %s: their local importance is 0.", ", ".join(sorted(unseen)))
-    return Diagonal(magnitudes.sums) * (1 / examples)
+    form = Diagonal(magnitudes.sums) * (1 / examples)
+    check_finite(form, engine.model, task)
+    return form
 
 
 def _squared(batch: Batch, first: Likelihood | None, out: Tensor) -> Iterator[Tensor]:
