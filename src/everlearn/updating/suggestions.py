@@ -8,6 +8,7 @@ from typing import Annotated, get_args, get_origin, get_type_hints
 from everlearn.fields import Search
 from everlearn.method import Method, parts
 from everlearn.methods import METHODS
+from everlearn.penalty import QuadraticPenalty
 from everlearn.replay import Replay
 
 
@@ -53,7 +54,11 @@ def suggest(method: Method, *, is_first: bool, has_new_classes: bool, is_certain
                 found.append(larger)
         else:
             strengths = [field for field in _searched_fields(m) if field == "strength"]
-            found += [f"More protection: --set {name}.{field}={10 * getattr(m, field):g}." for field in strengths]
+            # Tasks that have ended keep the strength of their importances.
+            where = anew if isinstance(m, QuadraticPenalty) else ""
+            found += [
+                f"More protection: --set {name}.{field}={10 * getattr(m, field):g}{where}." for field in strengths
+            ]
     found.append(
         "Old and new rows together: put the old rows that you have into --data too; exams are left out of them."
     )
