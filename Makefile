@@ -1,7 +1,7 @@
 # The checks that CI runs; `make check` before every push.
-.PHONY: check lint types test pages docs benchmarks
+.PHONY: check lint types test slow docs benchmarks
 
-check: lint types test pages
+check: lint types test slow
 
 lint:
 	ruff check .
@@ -13,8 +13,8 @@ types:
 test:
 	python -m pytest
 
-pages: # the site and the long examples, which the tests leave out by default
-	python -m pytest -m slow tests/test_site.py tests/test_docs.py
+slow: # the site, the long examples and whatever else the tests leave out by default
+	python -m pytest -m slow
 
 docs:
 	sphinx-build -W --keep-going -n -q docs build/docs
