@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from everlearn.batch import Batch
 from everlearn.likelihood import Bernoulli, Categorical
+from everlearn.params import is_sharded
 
 COMPARED = 2**20  # the most outputs that are compared at a step
 
@@ -77,7 +78,9 @@ def few_entries(p: nn.Parameter, most: int = 16) -> Tensor | None:
     """Some entries of a parameter's gradient, from all over it."""
     if not p.requires_grad or p.grad is None or p.grad.is_sparse:
         return None
-    whole = p.grad.detach().reshape(-1)
+    gradient = p.grad.detach()
+    own_share = gradient.to_local() if is_sharded(gradient) else gradient  # type: ignore[attr-defined]
+    whole = own_share.reshape(-1)
     return whole[:: max(1, len(whole) // most)]
 
 

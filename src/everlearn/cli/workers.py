@@ -116,12 +116,22 @@ def _side_by_side(todo: Sequence[Cell], workers: int, threads: int, force: bool)
 
 def _fresh() -> Any:
     """How processes begin: a torch that was at work may hang when it is forked, so from one that has only been imported."""
-    # Python puts the working folder first for a process that it starts with -c: a numpy.py beside the data would be run.
-    os.environ.setdefault("PYTHONSAFEPATH", "1")
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
+    from multiprocessing import forkserver  # which not every system has
+
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
+    # Python puts the working folder first for a process that it starts with -c: a numpy.py beside the data would be run.
+    given = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        forkserver.ensure_running()
+    finally:
+        if given is None:
+            del os.environ["PYTHONSAFEPATH"]
+        else:
+            os.environ["PYTHONSAFEPATH"] = given
     return context
 
 
