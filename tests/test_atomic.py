@@ -101,6 +101,7 @@ def test_a_lock_that_nobody_holds_keeps_nobody_out(age, tmp_path):
     assert time.monotonic() - start < 5 and not lock.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="the lock is another one there")
 def test_one_at_a_time_changes_a_file(tmp_path):
     (tmp_path / "count").write_text("0")

@@ -248,6 +248,7 @@ def test_compare_shows_every_scenario(tmp_path, capsys):
     assert len(results.load(tmp_path)) == 3 * 2
 
 
+@pytest.mark.slow
 def test_stopping_keeps_what_is_finished(tmp_path):
     words = ["run", *FAST, "--seeds", "500", "--out", str(tmp_path)]
     heard = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # tests started in the background ignore it

@@ -59,6 +59,7 @@ def keeps(name, shown):
     return bool(shown.strip())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.filterwarnings("ignore")  # of transformers
 def test_examples_on_real_text_run_small(name, shared_data, tmp_path, capsys, monkeypatch):

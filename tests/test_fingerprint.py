@@ -215,6 +215,7 @@ def words_of_models():
     return [fingerprint(model) for model in [*models, *classes(1), hooked]]
 
 
+@pytest.mark.slow
 def test_words_are_the_same_in_every_process():
     code = "import torch; torch.set_num_threads(1); from tests.test_fingerprint import words_of_models; print(*words_of_models())"
     seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"

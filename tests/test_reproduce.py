@@ -215,6 +215,7 @@ for seed in range(20):
 """
 
 
+@pytest.mark.slow
 def test_two_commands_at_once_keep_each_others_records(tmp_path):
     both = [subprocess.Popen([sys.executable, "-c", RECORD, str(tmp_path), row]) for row in ("A", "B")]
     assert [p.wait(120) for p in both] == [0, 0]
@@ -244,6 +245,7 @@ class Slow:
         return self.name
 
 
+@pytest.mark.slow
 def test_who_stops_listening_stops_the_runs(tmp_path):
     for _ in outcomes([Slow(str(i), tmp_path) for i in range(8)], workers=2, threads=1):
         break

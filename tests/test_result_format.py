@@ -52,6 +52,7 @@ def whole(tmp_path):
     return json.loads(path.read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:overflow")
 def test_whatever_is_read_can_be_shown_beside_the_others(tmp_path):
     content, path, read, refused = whole(tmp_path), tmp_path / "odd.json", 0, 0

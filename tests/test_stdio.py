@@ -43,6 +43,7 @@ def test_runs_are_finished_when_nobody_reads_any_more(broken_pipe, tmp_path):
     assert len(results.load(tmp_path)) == 6
 
 
+@pytest.mark.slow
 @POSIX
 @pytest.mark.parametrize("close", [(1,), (2,)], ids=["stdout", "stderr"])
 def test_runs_are_finished_with_closed_streams(close, tmp_path):
@@ -50,12 +51,14 @@ def test_runs_are_finished_with_closed_streams(close, tmp_path):
     assert len(results.load(tmp_path)) == 6
 
 
+@pytest.mark.slow
 @POSIX
 def test_workers_have_nobody_to_talk_to_either(tmp_path):
     assert everlearn("run", *FAST, "--workers", "2", "--out", tmp_path, close=(0, 1, 2)) == 0
     assert len(results.load(tmp_path)) == 6
 
 
+@pytest.mark.slow
 @POSIX
 @pytest.mark.parametrize("options", [(), ("-u",)], ids=["buffered", "unbuffered"])
 def test_a_report_is_written_when_nobody_reads_any_more(options, broken_pipe, tmp_path):
@@ -65,11 +68,13 @@ def test_a_report_is_written_when_nobody_reads_any_more(options, broken_pipe, tm
     assert (tmp_path / "report.html").read_bytes().startswith(b"<!doctype html>")
 
 
+@pytest.mark.slow
 @POSIX
 def test_errors_are_still_told_by_the_exit_code(tmp_path):
     assert everlearn("report", tmp_path / "nowhere", close=(2,)) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no such device here")
 def test_a_full_disk_is_told_after_the_work_is_done(tmp_path):
     result().save(tmp_path)

@@ -125,6 +125,7 @@ def test_one_module_for_all_trials_is_refused(tmp_path):
         tune(lambda: one, DER(20), digits(), trials=2, training=TRAINING, out=tmp_path)
 
 
+@pytest.mark.slow
 def test_models_of_trials_that_are_over_are_let_go(tmp_path):
     made, most = [], []
 
@@ -284,6 +285,7 @@ def pruned(folder, allowed):
     return tune(net, MortalHarm(allowed=allowed), digits(), checkpoint=STEPS, out=folder, **settings)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are killed")
 @pytest.mark.parametrize("steps", [pytest.param(50, marks=SLOW), 95, pytest.param(115, marks=SLOW)])
 def test_a_killed_trial_meets_the_others_that_it_would_have_met(steps, tmp_path):

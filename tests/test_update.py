@@ -598,6 +598,7 @@ def test_what_a_killed_write_left_is_taken_away_and_nothing_else(shop):
     assert not any(path.exists() for path in left)
 
 
+@pytest.mark.slow
 def test_killed_for_good_between_pointer_and_weights(shop):
     code = (
         "import os, sys; sys.path.insert(0, sys.argv[1])\n"
@@ -1302,6 +1303,7 @@ def test_the_commands_of_the_page_are_real():
     assert len(lines) == 3
 
 
+@pytest.mark.slow
 def test_what_lies_beside_the_data_is_not_run_for_a_library(shop):
     """A file of a library's name in the working folder, with the user's factory beside it."""
     Path("shop_models.py").write_text(

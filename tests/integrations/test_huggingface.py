@@ -219,6 +219,7 @@ def test_after_the_task_its_consolidated_state_lies_in_the_output_folder(tasks, 
     assert not found.bowl.anchor, "the task had not ended"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ewc", "lwf", "er"])
 def test_bfloat16_is_near(name, tasks, tmp_path):
     exact, near = (
