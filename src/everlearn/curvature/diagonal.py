@@ -14,7 +14,7 @@ from everlearn.params import Params, grown, is_sharded, on_shares, squared_size
 
 @dataclass(eq=False, repr=False)
 class Diagonal:
-    """δᵀ F δ = Σᵢ Fᵢ |δᵢ|², a real number per parameter.
+    """δᵀ F δ = Σᵢ Fᵢ ``|δᵢ|²``, a real number per parameter.
 
     Args:
         values: by parameter name.

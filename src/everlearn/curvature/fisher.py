@@ -50,7 +50,7 @@ def fisher(
     Inputs come from the data, labels from the *model*. The result does not depend on the batch size; the model is left
     exactly as it was. N is the number of labels that the loss is a mean over, so that F is the curvature of the loss: of
     examples, or of tokens where every token has a label; labels of -100 and what they belong to do not count. An example's
-    likelihood is that of all its tokens together. A complex parameter has one real number, of |g|², in the diagonal.
+    likelihood is that of all its tokens together. A complex parameter has one real number, of ``|g|²``, in the diagonal.
 
     Args:
         model: any module; its trainable parameters are meant.
