@@ -2,9 +2,9 @@
 
     python benchmarks/batchnorm.py --data DATA [--seeds 2]
 
-DATA holds the published files of CIFAR-100 and MNIST. Every line is written to ``batchnorm.jsonl`` as soon as it is there, and what
-stands there is not run again. The table shows the average accuracy at the end, in %, with statistics that follow the data of each
-task and with statistics frozen after the first one (``+ Freeze("statistics")``).
+DATA holds the published files of CIFAR-100 and MNIST. Every line is written to ``batchnorm.jsonl`` as soon as it is
+there, and what stands there is not run again. The table shows the average accuracy at the end, in %, with statistics
+that follow the data of each task and with statistics frozen after the first one (``+ Freeze("statistics")``).
 """
 
 from __future__ import annotations

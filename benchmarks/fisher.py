@@ -9,11 +9,11 @@ environment of their own:
     python -m venv bench && bench/bin/pip install -c constraints.txt . packaging einops
     bench/bin/pip install --no-deps backpack-for-pytorch unfoldNd nngeometry
 
-All run in turns in one process on one thread; ratios are of the smallest times. How many examples go through the model at
-once is Everlearn's own choice, 32 for vmap (a larger block would not fit the memory of plain training), and as printed for
-plain training and the other peers. The loop sees fewer examples and is
-scaled up. Where a peer gives the same quantity, its values are compared with ours. Peak memory is beyond what the
-process held before the call, in MB; each contender is measured on a heap given back to the system first.
+All run in turns in one process on one thread; ratios are of the smallest times. How many examples go through the
+model at once is Everlearn's own choice, 32 for vmap (a larger block would not fit the memory of plain training), and
+as printed for plain training and the other peers. The loop sees fewer examples and is scaled up. Where a peer gives
+the same quantity, its values are compared with ours. Peak memory is beyond what the process held before the call, in
+MB; each contender is measured on a heap given back to the system first.
 """
 
 import argparse
@@ -29,8 +29,8 @@ import torch.nn.functional as F
 from torch.func import functional_call, grad, vmap
 
 from everlearn import nets
-from everlearn.cost import peak_memory, reset_peak_memory
 from everlearn.curvature import fisher, sensitivity
+from everlearn.trainer.cost import peak_memory, reset_peak_memory
 
 CPU = torch.device("cpu")
 MODELS = {  # model, shape of an input, examples, examples per pass

@@ -2,9 +2,9 @@
 
     python benchmarks/integrations.py [ROUNDS]
 
-For each host: its step with the callback and a method that does nothing (fine-tuning), against its step alone; and with methods after a
-task, against their loss written into the host's by hand. Seconds are of the process's own time, on one thread. Target: 1.05 for what
-costs no second pass; LwF and ER ask the model once more than by hand.
+For each host: its step with the callback and a method that does nothing (fine-tuning), against its step alone; and
+with methods after a task, against their loss written into the host's by hand. Seconds are of the process's own time,
+on one thread. Target: 1.05 for what costs no second pass; LwF and ER ask the model once more than by hand.
 """
 
 import logging
@@ -136,7 +136,7 @@ def main(rounds):
         for name in [way.removesuffix(" by hand") for way in ways if way.endswith(" by hand")]:
             hand, called = best[f"{name} by hand"], best[f"{name} by the callback"]
             print(
-                f"  {name}: by hand {hand / plain:.3f}, by the callback {called / plain:.3f} = {called / hand:.3f} of it",
+                f"  {name}: by hand {hand / plain:.3f}, callback {called / plain:.3f}, ratio {called / hand:.3f}",
                 flush=True,
             )
 

@@ -2,9 +2,10 @@
 
     python benchmarks/isolation.py [--stream split-mnist] [--data FOLDER]
 
-Each learns the stream's tasks, task-incremental, with one network (784-400-400-10 on MNIST). Then for every task: bytes that it
-has added to model and method, time of ``predict`` for a batch of 128 as a multiple of a forward pass of the plain network, the
-same for its export, and parameters of the export as a share of the network. Times are the smallest of many, taken in turns.
+Each learns the stream's tasks, task-incremental, with one network (784-400-400-10 on MNIST). Then for every task:
+bytes that it has added to model and method, time of ``predict`` for a batch of 128 as a multiple of a forward pass of
+the plain network, the same for its export, and parameters of the export as a share of the network. Times are the
+smallest of many, taken in turns.
 """
 
 import argparse
@@ -13,7 +14,7 @@ import time
 import torch
 
 from everlearn import HAT, PNN, PackNet, evaluate, nets, streams, train
-from everlearn.cost import state_bytes
+from everlearn.trainer.cost import state_bytes
 
 METHODS = {"PackNet": PackNet, "HAT": HAT, "PNN": PNN}
 
@@ -43,7 +44,7 @@ def measure(method, stream, steps):
     sizes, after = [held(model, method)], []
     for task in stream:
         train(model, method, task, iterations=steps, batch_size=128)
-        after.append(evaluate(model, method, stream.exams))
+        after.append(evaluate(model, method, stream.test_tasks))
         sizes.append(held(model, method))
     x = next(stream[0].examples(128, "test")).x
     plain = nets.mlp(stream.inputs, stream.outputs).eval()
@@ -57,7 +58,8 @@ def measure(method, stream, steps):
     best = fastest(calls)
     forgot = [after[i][i] - after[-1][i] for i in range(len(stream))]
     print(
-        f"\n{type(method).__name__}: accuracy {sum(after[-1]) / len(stream):.4f}, forgetting {max(forgot):.6f}, {method.facts()}"
+        f"\n{type(method).__name__}: accuracy {sum(after[-1]) / len(stream):.4f}, "
+        f"forgetting {max(forgot):.6f}, {method.diagnostics()}"
     )
     print(f"{'task':>6} {'KB added':>10} {'predict':>8} {'export':>8} {'export parameters':>18}")
     for k, task in enumerate(stream):

@@ -1,7 +1,7 @@
 """Runs killed at random moments and called again: do they end as if nothing had happened, and what does that cost?
 
 python benchmarks/kills.py            50 kills over seven methods, each compared with a run that was left alone
-python benchmarks/kills.py overhead   what checkpoints every 100 steps cost, within one run, because runs differ by more than that
+python benchmarks/kills.py overhead   cost of checkpoints every 100 steps, within one run
 """
 
 import os
@@ -21,10 +21,10 @@ from tqdm import tqdm
 
 import everlearn
 from everlearn import AGEM, ER, EWC, HAT, SI, DERpp, PackNet, nets, streams
-from everlearn.results import load
-from everlearn.trainer import Every
+from everlearn.results.result import load
+from everlearn.trainer import CheckpointEvery
 from everlearn.trainer.checkpoints import Checkpoints
-from everlearn.trainer.course import Course
+from everlearn.trainer.stream_training import StreamTraining
 
 METHODS = {
     "EWC": lambda: EWC(100.0),
@@ -57,7 +57,7 @@ def child(make, folder, seconds=None):
     if not (pid := os.fork()):
         code = 1
         try:
-            learn(make, folder, Every(steps=20))
+            learn(make, folder, CheckpointEvery(steps=20))
             code = 0
         finally:
             os._exit(code)
@@ -106,7 +106,7 @@ def kills():
 
 
 def overhead():
-    """A network 784-400-400-6 in three tasks of 300 steps, batch 128: the seconds that checkpoints take, in those of the rest."""
+    """Return the time of checkpoints relative to the rest: 784-400-400-6, three tasks of 300 steps, batch 128."""
     x, y = torch.rand(6000, 784), torch.arange(6000) % 6
     stream = streams.split((x, y), (x[:600], y[:600]), tasks=3, scenario="task")
     settings = {"stream": stream, "iterations": 300, "batch_size": 128, "hidden": (400, 400)}
@@ -122,13 +122,13 @@ def overhead():
 
         return call
 
-    Checkpoints.write, Course._state = timed(Checkpoints.write), timed(Course._state)
+    Checkpoints.write, StreamTraining._state = timed(Checkpoints.write), timed(StreamTraining._state)
     with tempfile.TemporaryDirectory() as folder:
         for name, make in METHODS.items():
             shares = []
             for i in range(3):
                 spent[0], begun = 0.0, time.perf_counter()
-                learn(make, Path(folder) / f"{name} {i}", Every(100, None), **settings)
+                learn(make, Path(folder) / f"{name} {i}", CheckpointEvery(100, None), **settings)
                 shares.append(spent[0] / (time.perf_counter() - begun - spent[0]))
             print(f"{name:8} {100 * median(shares):.1f} %", flush=True)
 

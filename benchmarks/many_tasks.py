@@ -35,9 +35,9 @@ from everlearn import (
     nets,
     streams,
 )
-from everlearn.cost import state_bytes
-from everlearn.trainer.lesson import Lesson
-from everlearn.trainer.training import Training, adam
+from everlearn.trainer.cost import state_bytes
+from everlearn.trainer.settings import Training, adam
+from everlearn.trainer.train import TaskTraining
 
 FEW = 40  # tasks for methods that grow with them by design
 METHODS = {
@@ -74,7 +74,7 @@ def learn(make, tasks):
     model, method = nets.mlp(stream.inputs, 10, hidden=(100, 100)), make()
     training = Training(iterations=20, batch_size=32, progress=False)
     for i, task in enumerate(stream, 1):
-        lesson, spent, last = Lesson(model, method, task, training, adam), [], time.perf_counter()
+        lesson, spent, last = TaskTraining(model, method, task, training, adam), [], time.perf_counter()
         for _ in lesson.steps():
             now = time.perf_counter()
             spent.append(1000 * (now - last))

@@ -2,17 +2,18 @@
 
     python benchmarks/overhead.py [loop methods replay]
 
-``loop``: our trainer against a hand-written PyTorch loop doing the identical work. Both see the same batches from the same
-first weights, and must end with the same weights, bit for bit. Targets: at most 1.05 at batch 128, 1.10 at batch 10.
+``loop``: our trainer against a hand-written PyTorch loop doing the identical work. Both see the same batches from the
+same first weights, and must end with the same weights, bit for bit. Targets: at most 1.05 at batch 128, 1.10 at batch
+10.
 
-``methods``: a step of every method with two tasks behind it against a step of fine-tuning, both as our trainer does them, on
-784-400-400-10 at batch 128 with plain SGD. Targets: EWC (also with 20 anchors) and MAS at most 1.15, SI 1.25, PackNet and
-HAT 1.3. Those whose steps become dearer with the tasks have none, and are measured with four behind them, too. The ratios are
-the ``step`` and ``step_growth`` of the methods' ``traits``.
+``methods``: a step of every method with two tasks behind it against a step of fine-tuning, both as our trainer does
+them, on 784-400-400-10 at batch 128 with plain SGD. Targets: EWC (also with 20 anchors) and MAS at most 1.15, SI
+1.25, PackNet and HAT 1.3. Those whose steps become dearer with the tasks have none, and are measured with four behind
+them, too. The ratios are the ``step`` and ``step_growth`` of the methods' ``traits``.
 
-``replay``: ER and A-GEM through our trainer against hand-written loops doing the same work: one loss over 128 new and 128
-remembered examples with a vectorised reservoir; two backward passes without any projection; and a stream of 10 examples a
-chunk, seen once, with 10 remembered. Targets: at most 1.15, 1.15 and 1.3.
+``replay``: ER and A-GEM through our trainer against hand-written loops doing the same work: one loss over 128 new and
+128 remembered examples with a vectorised reservoir; two backward passes without any projection; and a stream of 10
+examples a chunk, seen once, with 10 remembered. Targets: at most 1.15, 1.15 and 1.3.
 
 All run in turns in one process on one thread, and a ratio is that of the smallest times, so that noise of the machine
 falls on all alike.
@@ -26,7 +27,7 @@ import torch
 import torch.nn.functional as F
 
 from everlearn import AGEM, ER, EWC, L2, MAS, METHODS, SI, LwF, Method, Task, nets, streams, train
-from everlearn.seeds import generator
+from everlearn.runtime.randomness import generator
 
 
 def by_hand(model, task, steps, batch_size):

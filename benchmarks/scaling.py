@@ -1,4 +1,4 @@
-"""What methods cost on large models: bytes and nanoseconds per parameter, and what that makes for 1, 10 and 100 billion of them.
+"""Cost of methods on large models: bytes and nanoseconds per parameter, extrapolated to 1, 10 and 100 billion.
 
 python benchmarks/scaling.py [METHOD ...]   two tables for docs/scaling.md; every measurement in a process of its own
 """
@@ -38,9 +38,9 @@ from everlearn import (
     Task,
     allowed_classes,
 )
-from everlearn.cost import peak_memory, reset_peak_memory, state_bytes
-from everlearn.trainer.lesson import Lesson
-from everlearn.trainer.training import Training
+from everlearn.trainer.cost import peak_memory, reset_peak_memory, state_bytes
+from everlearn.trainer.settings import Training
+from everlearn.trainer.train import TaskTraining
 
 WIDTHS = (1000, 2000, 4000)  # four layers of d × d: 4, 16 and 64 million parameters
 BILLIONS = (1, 10, 100)
@@ -93,7 +93,7 @@ def measure(name, width):
         gc.collect()
         reset_peak_memory(torch.device("cpu"))
         spent, last = [], time.perf_counter()
-        for _ in Lesson(model, method, task, Training(iterations=12, batch_size=16, progress=False), sgd).steps():
+        for _ in TaskTraining(model, method, task, Training(iterations=12, batch_size=16, progress=False), sgd).steps():
             spent.append(time.perf_counter() - last)
             last = time.perf_counter()
         found["peak"] = peak_memory(torch.device("cpu"))
@@ -105,7 +105,7 @@ def measure(name, width):
 
 
 def slope(points, key):
-    """What a parameter more costs: between the smallest and the largest network, so that what is constant does not count."""
+    """Return the marginal cost of a parameter, between the smallest and the largest network."""
     small, large = points[0], points[-1]
     return (large[key] - small[key]) / (large["parameters"] - small["parameters"])
 
@@ -127,7 +127,7 @@ def main(names):
         print(f"{name} is measured", file=sys.stderr, flush=True)
     plain = found.pop("finetune")
     print(
-        "| method | bytes kept | bytes more at the peak | ns more a step | a step, in plain ones | ns per example at the end |"
+        "| method | bytes kept | extra peak bytes | extra ns a step | step / baseline step | ns per example at end_task |"
     )
     print("|---|---|---|---|---|---|")
     for name, points in found.items():

@@ -40,7 +40,8 @@ strengths = [trial.values["strength"] for trial in shared.trials]
 alone, apart = timed(lambda: [learn(method=EWC(s)).average_accuracy for s in strengths])
 assert alone == [trial.score for trial in shared.trials], "a trial is the run it stands for"
 print(
-    f"16 separate runs {apart:.0f} s, tuning {together:.0f} s = {together / apart:.2f}, with pruning {fewer:.0f} s = {fewer / apart:.2f}"
+    f"16 separate runs {apart:.0f} s, tuning {together:.0f} s = {together / apart:.2f}, "
+    f"with pruning {fewer:.0f} s = {fewer / apart:.2f}"
 )
 
 quarters = [10 ** (k / 4) for k in range(41)]
@@ -48,7 +49,7 @@ grid = {s: learn(method=EWC(s)).average_accuracy for s in quarters}
 top = max(grid, key=grid.__getitem__)
 print(f"grid of {len(grid)} on validation data: best {100 * grid[top]:.1f} % at {top:.3g}")
 
-# The best of 41 noisy numbers is above what it is worth: what was chosen is compared on test data, in other orders of the classes.
+# The best of 41 noisy results is too optimistic: the chosen values are compared on test data, in other class orders.
 for name, strength in {
     "grid": top,
     "tuned": shared.best.values["strength"],

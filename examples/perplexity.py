@@ -1,4 +1,4 @@
-"""A small causal language model learns what people ask a bank, then what travellers ask: how well does it still know the bank's words?
+"""A small causal language model learns banking questions, then travel questions: perplexity on both.
 
 python examples/perplexity.py [EPOCHS] [SENTENCES]   with EVERLEARN_DATA naming the folder that has clinc150.
 """
@@ -53,5 +53,6 @@ for method in (Method(), EWC(1000.0, labels="true"), ER(150)):
     before = perplexity(model, tasks[0])
     train(model, method, tasks[1], epochs=epochs, batch_size=32)
     print(
-        f"{type(method).__name__:16} {before:17.1f} {perplexity(model, tasks[0]):21.1f} {perplexity(model, tasks[1]):8.1f}"
+        f"{type(method).__name__:16} {before:17.1f} "
+        f"{perplexity(model, tasks[0]):21.1f} {perplexity(model, tasks[1]):8.1f}"
     )

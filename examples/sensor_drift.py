@@ -4,7 +4,7 @@ import torch
 
 import everlearn
 from everlearn import ER, EWC, Gaussian, Method, nets, streams
-from everlearn.method import label
+from everlearn.core.chain import label
 
 
 def sensor(age, seed):

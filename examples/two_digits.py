@@ -5,7 +5,7 @@ import torch.nn.functional as F
 
 import everlearn
 from everlearn import ER, EWC, Bernoulli, Method, nets, streams
-from everlearn.method import label
+from everlearn.core.chain import label
 
 
 def pairs(data, turns, seed):

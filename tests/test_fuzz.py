@@ -86,7 +86,7 @@ def test_results(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:A result")
-@pytest.mark.filterwarnings("ignore:.* is no whole result")
+@pytest.mark.filterwarnings("ignore:.* is damaged or not a result")
 def test_a_harmed_result_is_done_again_and_replaced(tmp_path):
     stream = streams.digits(scenario="class").first(2)
     [path] = [everlearn.run(nets.mlp, METHODS["finetune"](), stream, iterations=1).save(tmp_path)]
@@ -152,7 +152,7 @@ def test_deployed_weights_and_their_state(tmp_path):
 @pytest.mark.parametrize("name", ["T1", "T5"])
 def test_recorded_results(name, tmp_path):
     pytest.importorskip("cyclopts")
-    from everlearn.cli.reproduce import page
+    from everlearn.experiments.reproduce import page
 
     source = Path(__file__).parents[1] / "docs" / "results" / f"{name}.json"
     folder = tmp_path / "results"

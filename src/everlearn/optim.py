@@ -11,14 +11,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from everlearn.core.data_source import Arrays
+from everlearn.core.likelihood import Likelihood
+from everlearn.core.parameters import Params, trainable_parameters, unwrap
 from everlearn.curvature.fisher import FisherEstimator, Labels, Structure
 from everlearn.curvature.full import Full
-from everlearn.curvature.kronecker import Damping, Kronecker
+from everlearn.curvature.kronecker import Kronecker, SolveMethod
 from everlearn.curvature.quadratic import FORMS, Form
-from everlearn.data import Arrays
-from everlearn.likelihood import Likelihood
-from everlearn.params import Params, named, unwrap
-from everlearn.seeds import derive
+from everlearn.runtime.randomness import derive
 
 
 class NaturalGradient(Optimizer):
@@ -85,10 +85,10 @@ class NaturalGradient(Optimizer):
             )
         if kl_clip is not None and kl_clip <= 0:
             raise ValueError(f"kl_clip must be above 0 or None, got {kl_clip}.")
-        self._named = named(model)
+        self._named = trainable_parameters(model)
         super().__init__(list(self._named.values()), {"lr": lr, "damping": damping, "momentum": momentum})
         self.decay, self.update_every, self.kl_clip, self.structure = decay, update_every, kl_clip, structure
-        self.manner: Damping = "factored" if factored else "eigenbasis"
+        self.manner: SolveMethod = "factored" if factored else "eigenbasis"
         self.curvature: Form | None = None
         self.steps = 0
         self._estimate = FisherEstimator(model, labels, structure, likelihood)
@@ -157,7 +157,7 @@ class NaturalGradient(Optimizer):
             self._say_what_falls_back(now)
             self.curvature = now
         elif isinstance(now, Kronecker) and isinstance(self.curvature, Kronecker):
-            self.curvature = self.curvature.mixed(now, self.decay)
+            self.curvature = self.curvature.average_with(now, self.decay)
         else:
             self.curvature = self.curvature * self.decay + now * (1 - self.decay)
 

@@ -5,8 +5,8 @@ from torch.distributions import Categorical as Classes
 from torch.distributions import Laplace, MixtureSameFamily, MultivariateNormal, Normal
 
 from everlearn import Bernoulli, Categorical, Gaussian, Task
+from everlearn.core.data_source import Arrays
 from everlearn.curvature import fisher, gaussian_kl, kl, predictive_kl
-from everlearn.data import Arrays
 from tests.models import make
 
 

@@ -25,7 +25,7 @@ def broken(value):
 def test_broken_inputs_are_counted(method, value):
     with pytest.raises(FloatingPointError, match=r"2 of 30 examples \(first: example 17\) have NaN or infinite inputs"):
         method.end_task(net(), broken(value))
-    assert not method.bowl.anchor, "nothing was taken in"
+    assert not method.quadratic.anchor, "nothing was taken in"
 
 
 @pytest.mark.parametrize("structure", ["diagonal", "kronecker", "full"])

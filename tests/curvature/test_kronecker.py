@@ -228,7 +228,7 @@ def test_parts_of_a_layer():
 
 def test_running_average_of_the_factors():
     one, two = random_form(), random_form()
-    mixed = one.mixed(two, 0.8).layers["w"][0]
+    mixed = one.average_with(two, 0.8).layers["w"][0]
     for found, a, b in zip(mixed, one.layers["w"][0], two.layers["w"][0], strict=True):
         torch.testing.assert_close(found, 0.8 * a + 0.2 * b)
 
@@ -236,7 +236,7 @@ def test_running_average_of_the_factors():
 def test_a_running_average_with_a_layer_that_only_one_of_them_met():
     one, two = random_form(), random_form()
     for own, new, share in ((one, Kronecker(), 0.8), (Kronecker(), two, 0.2)):
-        mixed, met = own.mixed(new, 0.8), own if own.layers else new
+        mixed, met = own.average_with(new, 0.8), own if own.layers else new
         torch.testing.assert_close(mixed.quad(DELTA), share * met.quad(DELTA))
         assert len(mixed.layers["w"]) == 1 and mixed.biases == {"w": "b"}
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from everlearn.core.parameters import snapshot, trainable_parameters
 from everlearn.curvature import Diagonal, Full, Kronecker, Quadratic
 from everlearn.curvature.kronecker import Pair
-from everlearn.heads import grow_output
-from everlearn.params import named, snapshot
+from everlearn.surgery.heads import grow_output
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -18,8 +18,8 @@ def spd(n):
 
 
 def random_form(kind, model):
-    shapes = {n: tuple(p.shape) for n, p in named(model).items()}
-    size = sum(p.numel() for p in named(model).values())
+    shapes = {n: tuple(p.shape) for n, p in trainable_parameters(model).items()}
+    size = sum(p.numel() for p in trainable_parameters(model).values())
     if kind == "diagonal":
         return Diagonal({n: torch.rand(s) for n, s in shapes.items()})
     if kind == "full":
@@ -79,16 +79,16 @@ def test_the_collapsed_anchor_is_accurate_in_single_precision():
 
 @pytest.mark.parametrize("kind", ["diagonal", "kronecker", "full"])
 def test_first_and_second_derivatives(kind):
-    model, bowl = nn.Linear(3, 2), Quadratic()
+    model, quadratic = nn.Linear(3, 2), Quadratic()
     form = random_form(kind, model)
-    bowl.add(form, snapshot(model))
-    assert bowl(model) == 0
+    quadratic.add(form, snapshot(model))
+    assert quadratic(model) == 0
     place(model)
     names, theta = zip(*model.named_parameters(), strict=True)
 
     def height(*values):
         return torch.func.functional_call(
-            Height(model, bowl), dict(zip([f"model.{n}" for n in names], values, strict=True))
+            Height(model, quadratic), dict(zip([f"model.{n}" for n in names], values, strict=True))
         )
 
     assert torch.autograd.gradcheck(height, tuple(p.detach().requires_grad_() for p in theta))
@@ -103,12 +103,12 @@ def test_first_and_second_derivatives(kind):
 
 
 class Height(nn.Module):
-    def __init__(self, model, bowl):
+    def __init__(self, model, quadratic):
         super().__init__()
-        self.model, self.bowl = model, bowl
+        self.model, self.quadratic = model, quadratic
 
     def forward(self):
-        return self.bowl(self.model)
+        return self.quadratic(self.model)
 
 
 @pytest.mark.parametrize("kind", ["diagonal", "kronecker", "full"])
@@ -124,20 +124,20 @@ def test_what_has_grown_since_is_free_and_what_was_stays_held(kind):
             return Full({rename[n]: s for n, s in found.shapes.items()}, None, found.matrix)
         return Kronecker({"0.weight": found.layers["weight"]}, {"0.weight": "0.bias"})
 
-    first, bowl = form(), Quadratic()
-    bowl.add(first, snapshot(model))
+    first, quadratic = form(), Quadratic()
+    quadratic.add(first, snapshot(model))
     grow_output(model, 4)
     model.double()
-    assert bowl(model).abs() < 1e-20
+    assert quadratic(model).abs() < 1e-20
     moved = {n: torch.randn_like(p) for n, p in model.named_parameters()}
     with torch.no_grad():
         for n, p in model.named_parameters():
             p.add_(moved[n])
     truth = first.quad({n: m[:2] for n, m in moved.items()}) / 2
-    torch.testing.assert_close(bowl(model).detach(), truth)
+    torch.testing.assert_close(quadratic(model).detach(), truth)
     second = form()
-    bowl.add(second, snapshot(model))
-    torch.testing.assert_close(bowl(model).detach(), truth)
+    quadratic.add(second, snapshot(model))
+    torch.testing.assert_close(quadratic(model).detach(), truth)
     before = snapshot(model)
     with torch.no_grad():
         for p in model.parameters():
@@ -146,33 +146,35 @@ def test_what_has_grown_since_is_free_and_what_was_stays_held(kind):
     truth = first.quad({n: (moved[n] + now[n] - before[n])[:2] for n in now}) + second.quad(
         {n: now[n] - before[n] for n in now}
     )
-    torch.testing.assert_close(bowl(model).detach(), truth / 2)
+    torch.testing.assert_close(quadratic(model).detach(), truth / 2)
 
 
 def test_it_can_be_backpropagated_twice():
-    model, bowl = nn.Linear(3, 2), Quadratic()
-    bowl.add(random_form("diagonal", model), snapshot(model))
+    model, quadratic = nn.Linear(3, 2), Quadratic()
+    quadratic.add(random_form("diagonal", model), snapshot(model))
     place(model)
-    height = bowl(model)
+    height = quadratic(model)
     a = torch.autograd.grad(height, model.weight, retain_graph=True)[0]
     assert torch.equal(a, torch.autograd.grad(height, model.weight)[0])
 
 
 def test_saving_and_loading():
     for kind in ("diagonal", "kronecker", "full"):
-        model, bowl, again = nn.Linear(3, 2), Quadratic(), Quadratic()
+        model, quadratic, again = nn.Linear(3, 2), Quadratic(), Quadratic()
         for _ in range(2):
-            bowl.add(random_form(kind, model), place(model))
-        again.load_state_dict(bowl.state_dict())
+            quadratic.add(random_form(kind, model), place(model))
+        again.load_state_dict(quadratic.state_dict())
         place(model)
-        assert torch.equal(bowl(model), again(model))
+        assert torch.equal(quadratic(model), again(model))
 
 
 def test_forms_of_different_kinds_do_not_mix():
-    model, bowl = nn.Linear(3, 2), Quadratic()
-    bowl.add(random_form("diagonal", model), snapshot(model))
-    with pytest.raises(TypeError, match="Diagonal and Full do not add: take all importances in one structure"):
-        bowl.add(random_form("full", model), snapshot(model))
+    model, quadratic = nn.Linear(3, 2), Quadratic()
+    quadratic.add(random_form("diagonal", model), snapshot(model))
+    with pytest.raises(
+        TypeError, match="Diagonal and Full cannot be added: compute all importances with the same structure"
+    ):
+        quadratic.add(random_form("full", model), snapshot(model))
 
 
 @pytest.mark.parametrize("kind", ["diagonal", "kronecker", "full"])
@@ -200,34 +202,34 @@ def test_layers_that_are_frozen_and_thawed_between_tasks(kind, frozen):
 
 def place_trainable(model):
     with torch.no_grad():
-        for p in named(model).values():
+        for p in trainable_parameters(model).values():
             p.add_(torch.randn_like(p))
     return snapshot(model)
 
 
 @pytest.mark.parametrize("kind", ["kronecker", "full"])
 def test_what_is_frozen_off_its_anchor_pulls_at_the_others(kind):
-    model, bowl = nn.Linear(3, 2), Quadratic()
+    model, quadratic = nn.Linear(3, 2), Quadratic()
     form = random_form(kind, model)
     at = snapshot(model)
-    bowl.add(form, at)
+    quadratic.add(form, at)
     place(model)
     (right,) = torch.autograd.grad(written_out([(form, at)], model), [model.bias])
     model.weight.requires_grad_(False)
-    torch.testing.assert_close(torch.autograd.grad(bowl(model), [model.bias])[0], right)
-    bowl.pull(model, named(model))
+    torch.testing.assert_close(torch.autograd.grad(quadratic(model), [model.bias])[0], right)
+    quadratic.pull(model, trainable_parameters(model))
     torch.testing.assert_close(model.bias.grad, right)
 
 
 def test_complex_parameters_are_held_by_their_distance():
-    model, bowl = nn.Module(), Quadratic()
+    model, quadratic = nn.Module(), Quadratic()
     model.z = nn.Parameter(torch.randn(3, dtype=torch.cdouble))
     bowls = []
     for _ in range(2):
         bowls.append((torch.rand(3), snapshot(model)["z"]))
-        bowl.add(Diagonal({"z": bowls[-1][0]}), {"z": bowls[-1][1]})
+        quadratic.add(Diagonal({"z": bowls[-1][0]}), {"z": bowls[-1][1]})
         place(model)
-    height = bowl(model)
+    height = quadratic(model)
     height.backward()
     found, model.z.grad = model.z.grad, None
     truth = sum((f * ((model.z - at).real ** 2 + (model.z - at).imag ** 2)).sum() for f, at in bowls) / 2

@@ -162,7 +162,7 @@ def test_local_takes_every_example_as_it_is_alone(name, caplog):
 def test_local_says_what_it_cannot_see(caplog):
     model, x = make("recurrent")
     omega = sensitivity(model, x, "local").values
-    assert "No layer of its own for cell.bias_hh" in caplog.text
+    assert "No layer was recognized for cell.bias_hh" in caplog.text
     assert (omega["lstm.weight_ih_l0"] == 0).all() and omega["head.weight"].sum() > 0
 
 

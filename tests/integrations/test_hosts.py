@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.test_attachment import METHODS, learn_ours, net, optimizer_of, tasks, weights, whole  # noqa: F401 - a fixture
 
 from everlearn import Batch
+from tests.core.test_attachment import METHODS, learn_ours, net, optimizer_of, tasks, weights, whole  # noqa: F401 - a fixture
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.enable_socket]  # their own; a free port
 

@@ -22,7 +22,7 @@ from everlearn import (
     Task,
     streams,
 )
-from everlearn.stream import as_task
+from everlearn.core.task import as_task
 
 L = pytest.importorskip("lightning.pytorch")
 pytestmark = [
@@ -82,7 +82,7 @@ def trainer(callback, **settings):
     )  # fmt: skip
 
 
-def ours(method, tasks, model):
+def ours(method, tasks, model, clip=1e9):
     for task in tasks:
         planned = as_task(task)
         planned.steps = 2 * len(task)
@@ -94,6 +94,7 @@ def ours(method, tasks, model):
                 optimizer.zero_grad()
                 loss.backward()
                 method.before_step(model)
+                torch.nn.utils.clip_grad_norm_([*model.parameters(), *method.parameters()], clip)
                 optimizer.step()
                 method.after_step(model)
         method.end_task(model, planned)
@@ -112,6 +113,16 @@ def test_lightning_and_our_loop_end_alike(name, tasks):
     for task in tasks:
         trainer(Continual(method)).fit(module, task)
     torch.testing.assert_close(weights(module), ours(METHODS[name](), tasks, Module()), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["ewc", "si", "lwf", "er", "hat"])
+def test_lightning_clips_the_whole_loss(name, tasks):
+    from everlearn.integrations.lightning import Continual
+
+    method, module = METHODS[name](), Module()
+    for task in tasks:
+        trainer(Continual(method), gradient_clip_val=0.01).fit(module, task)
+    torch.testing.assert_close(weights(module), ours(METHODS[name](), tasks, Module(), 0.01), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["ewc", "si", "lwf"])
@@ -169,7 +180,7 @@ def test_importances_are_of_what_the_module_gets(tasks):
     for kind, task in ((Changing, tasks[0]), (Module, changed)):
         methods.append(EWC(50.0))
         trainer(Continual(methods[-1])).fit(kind(), task)
-    one, two = (m.bowl.form.values for m in methods)
+    one, two = (m.quadratic.form.values for m in methods)
     assert one.keys() == two.keys()
     for name in one:
         torch.testing.assert_close(one[name], two[name], rtol=1e-4, atol=1e-9)
@@ -214,7 +225,7 @@ def test_a_submodule_can_be_meant(tasks):
     method, module = EWC(50.0), Module()
     for task in tasks:
         trainer(Continual(method, model="net")).fit(module, task)
-    assert all(name[0].isdigit() for name in method.bowl.anchor)
+    assert all(name[0].isdigit() for name in method.quadratic.anchor)
     torch.testing.assert_close(weights(module), ours(EWC(50.0), tasks, Module()), rtol=1e-4, atol=1e-6)
 
 

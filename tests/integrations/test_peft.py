@@ -61,8 +61,8 @@ def test_only_the_adapter_learns_and_is_held_and_its_state_is_found_beside_it(na
     for task in tasks:
         learn(method, model, task, tmp_path)
     assert all(torch.equal(p, frozen[n]) for n, p in model.named_parameters() if n in frozen)
-    if hasattr(method, "bowl"):
-        assert method.bowl.anchor and all("lora" in n or "classifier" in n for n in method.bowl.anchor)
+    if hasattr(method, "quadratic"):
+        assert method.quadratic.anchor and all("lora" in n or "classifier" in n for n in method.quadratic.anchor)
     model.save_pretrained(tmp_path / "adapter")
     save(method, tmp_path / "adapter")
     again = METHODS[name]()

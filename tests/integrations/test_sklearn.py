@@ -12,9 +12,9 @@ from torch import nn
 
 import everlearn
 from everlearn import ER, EWC, METHODS, Method, Task, allowed_classes, nets, streams
-from everlearn.heads import grow_output
 from everlearn.integrations.sklearn import ContinualClassifier
-from everlearn.seeds import derive, seeded
+from everlearn.runtime.randomness import derive, seeded
+from everlearn.surgery.heads import grow_output
 
 
 def small(inputs, outputs):
@@ -72,13 +72,13 @@ def test_with_numbered_tasks_it_is_the_task_incremental_trainer(name):
     method = METHODS[name]()
     for task, (x, y) in enumerate(parts):
         with seeded(derive(0, "partial_fit", task + 1)):
-            own = Task((x, y), id=task, allowed=table if task else table[:1, :2], identity=True)
+            own = Task((x, y), id=task, allowed=table if task else table[:1, :2], known_at_test=True)
             everlearn.train(model, method, own, epochs=2, batch_size=16)
     assert torch.equal(weights(ours.model_), weights(model))
     for task, (x, y) in enumerate(parts):
         assert set(ours.predict(x, task)) <= {2 * task, 2 * task + 1}
         assert ours.predict_proba(x, task)[:, [2 - 2 * task, 3 - 2 * task]].max() == 0
-        exam = Task(test=(x, y), id=task, allowed=table, identity=True)
+        exam = Task(test=(x, y), id=task, allowed=table, known_at_test=True)
         assert ours.score(x, y, task=task) == pytest.approx(everlearn.evaluate(model, method, [exam])[0])
     both, y = (np.concatenate(p) for p in zip(*parts, strict=True))
     of = np.repeat([0, 1], [len(parts[0][1]), len(parts[1][1])])

@@ -7,7 +7,7 @@ import zipfile
 
 import pytest
 
-from everlearn.sources.archives import extract
+from everlearn.sources.archives import extract_folder
 
 GOOD = {"set/a.txt": b"a", "set/deep/b.txt": b"b" * 1000}
 
@@ -48,10 +48,10 @@ def into(tmp_path):
 @pytest.mark.parametrize(("make", "name"), [(tar, "a.tar.gz"), (packed, "a.zip")])
 def test_a_good_archive(make, name, into):
     members = {**GOOD, "other/c.txt": b"c"}
-    assert extract(make(into.parent / name, members), "set", into) == into / "set"
+    assert extract_folder(make(into.parent / name, members), "set", into) == into / "set"
     assert content(into) == GOOD, "only the folder that was asked for, and no remains"
-    with pytest.raises(FileExistsError, match="is there but not whole: remove it"):
-        extract(into.parent / name, "set", into)
+    with pytest.raises(FileExistsError, match="exists but is incomplete: remove it"):
+        extract_folder(into.parent / name, "set", into)
 
 
 @pytest.mark.parametrize(("make", "name"), [(tar, "a.tar.gz"), (packed, "a.zip")])
@@ -61,7 +61,7 @@ def test_a_good_archive(make, name, into):
 def test_a_path_that_leads_out_is_refused(make, name, path, into):
     archive = make(into.parent / name, {**GOOD, path: b"evil"})
     with pytest.raises(ValueError, match="is a path that leads out of the folder"):
-        extract(archive, "set", into)
+        extract_folder(archive, "set", into)
     assert not list(into.iterdir())
 
 
@@ -70,13 +70,13 @@ def test_links_and_devices_are_refused(kind, into):
     info = tarfile.TarInfo("set/link")
     info.type, info.linkname = kind, "/etc/passwd"
     with pytest.raises(ValueError, match="'set/link' is a link or a device"):
-        extract(tar(into.parent / "a.tar.gz", extra=info), "set", into)
+        extract_folder(tar(into.parent / "a.tar.gz", extra=info), "set", into)
     assert not list(into.iterdir())
 
 
 def test_a_link_in_a_zip_is_refused(into):
     with pytest.raises(ValueError, match="'set/link' is a link or a device"):
-        extract(packed(into.parent / "a.zip", link="set/link"), "set", into)
+        extract_folder(packed(into.parent / "a.zip", link="set/link"), "set", into)
     assert not list(into.iterdir())
 
 
@@ -84,23 +84,23 @@ def test_a_link_in_a_zip_is_refused(into):
 def test_more_than_is_allowed_is_refused_while_it_comes(make, name, into):
     archive = make(into.parent / name, {"set/huge": b"\0" * 5_000_000})
     with pytest.raises(ValueError, match="unpacks to more than 1,000,000 bytes"):
-        extract(archive, "set", into, largest=1_000_000)
+        extract_folder(archive, "set", into, max_bytes=1_000_000)
     assert not list(into.iterdir())
 
 
 def test_more_files_than_is_allowed_are_refused(into):
     archive = packed(into.parent / "a.zip", {f"set/{i}": b"" for i in range(300)})
     with pytest.raises(ValueError, match="unpacks to more than 1,000,000 bytes"):
-        extract(archive, "set", into, largest=1_000_000)
+        extract_folder(archive, "set", into, max_bytes=1_000_000)
 
 
 @pytest.mark.parametrize(("make", "name"), [(tar, "a.tar.gz"), (packed, "a.zip")])
 def test_a_damaged_or_other_archive(make, name, into):
     archive = make(into.parent / name)
     with pytest.raises(ValueError, match="has no folder 'wanted' inside"):
-        extract(archive, "wanted", into)
+        extract_folder(archive, "wanted", into)
     whole = archive.read_bytes()
     archive.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ValueError, match="cannot be unpacked"):
-        extract(archive, "set", into)
+        extract_folder(archive, "set", into)
     assert not list(into.iterdir())

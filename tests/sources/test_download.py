@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from everlearn.sources import SOURCES, load
-from everlearn.sources.download import fetch
-from everlearn.sources.files import File, md5
+from everlearn.sources.checksums import File, md5
+from everlearn.sources.download import download_file
 from tests import layouts
 
 pytestmark = pytest.mark.enable_socket
@@ -72,7 +72,7 @@ def file(server):
 
 
 def test_a_download_with_progress(server, file, tmp_path, capsys):
-    fetch(file, tmp_path / "new" / "a.bin")
+    download_file(file, tmp_path / "new" / "a.bin")
     assert (tmp_path / "new" / "a.bin").read_bytes() == CONTENT
     assert [p.name for p in (tmp_path / "new").iterdir()] == ["a.bin"]
     assert "a.bin" in capsys.readouterr().err and server.asked == [None]
@@ -80,7 +80,7 @@ def test_a_download_with_progress(server, file, tmp_path, capsys):
 
 def test_a_connection_that_breaks_is_taken_up_again(server, file, tmp_path):
     server.breaks = [300_000, 100_000]
-    fetch(file, tmp_path / "a.bin")
+    download_file(file, tmp_path / "a.bin")
     assert (tmp_path / "a.bin").read_bytes() == CONTENT
     assert server.asked == [None, "bytes=300000-", "bytes=400000-"]
 
@@ -90,9 +90,9 @@ def test_an_interrupted_download_goes_on_at_the_next_call(server, file, tmp_path
     with pytest.raises(
         OSError, match=r"ended after 300,000 of 1,024,000 bytes. 300,000 bytes are kept in .*a.bin.part"
     ):
-        fetch(file, tmp_path / "a.bin")
+        download_file(file, tmp_path / "a.bin")
     assert not (tmp_path / "a.bin").exists() and (tmp_path / "a.bin.part").stat().st_size == 300_000
-    fetch(file, tmp_path / "a.bin")
+    download_file(file, tmp_path / "a.bin")
     assert (tmp_path / "a.bin").read_bytes() == CONTENT and server.asked[-1] == "bytes=300000-"
     assert not (tmp_path / "a.bin.part").exists()
 
@@ -100,35 +100,35 @@ def test_an_interrupted_download_goes_on_at_the_next_call(server, file, tmp_path
 def test_a_server_without_ranges_sends_all_again(server, file, tmp_path):
     server.ranges = False
     (tmp_path / "a.bin.part").write_bytes(CONTENT[:5000])
-    fetch(file, tmp_path / "a.bin")
+    download_file(file, tmp_path / "a.bin")
     assert (tmp_path / "a.bin").read_bytes() == CONTENT
 
 
 def test_a_server_that_announces_no_length(server, file, tmp_path):
     server.announces = False
-    fetch(file, tmp_path / "a.bin")
+    download_file(file, tmp_path / "a.bin")
     assert (tmp_path / "a.bin").read_bytes() == CONTENT
 
 
 def test_an_end_without_an_announced_length_may_be_early(server, file, tmp_path):
     server.announces, server.breaks = False, [300_000]
-    fetch(file, tmp_path / "a.bin")
+    download_file(file, tmp_path / "a.bin")
     assert (tmp_path / "a.bin").read_bytes() == CONTENT and server.asked == [None, "bytes=300000-"]
     server.breaks = [100_000] * 3
     with pytest.raises(
         OSError, match=r"it ended after 300,000 bytes, without .* 300,000 bytes are kept in .*b.bin.part"
     ):
-        fetch(file, tmp_path / "b.bin")
-    fetch(file, tmp_path / "b.bin")
+        download_file(file, tmp_path / "b.bin")
+    download_file(file, tmp_path / "b.bin")
     assert (tmp_path / "b.bin").read_bytes() == CONTENT and server.asked[-1] == "bytes=300000-"
-    with pytest.raises(ValueError, match=r"is damaged: its md5 is .*What was downloaded has been removed."):
-        fetch(replace(file, md5="0" * 32), tmp_path / "c.bin")  # the server says that there is no more
+    with pytest.raises(ValueError, match=r"is damaged: its md5 is .*The downloaded file has been removed."):
+        download_file(replace(file, md5="0" * 32), tmp_path / "c.bin")  # the server says that there is no more
 
 
 def test_a_part_that_is_whole_already(server, file, tmp_path):
     for known in (file, replace(file, size=len(CONTENT))):
         (tmp_path / "a.bin.part").write_bytes(CONTENT)
-        fetch(known, tmp_path / "a.bin")
+        download_file(known, tmp_path / "a.bin")
         assert (tmp_path / "a.bin").read_bytes() == CONTENT
 
 
@@ -136,58 +136,58 @@ def test_a_part_that_is_whole_already(server, file, tmp_path):
 def test_a_part_that_does_not_fit_is_thrown_away(server, file, shift, tmp_path):
     server.shift = shift
     (tmp_path / "a.bin.part").write_bytes(CONTENT[:999] if shift else CONTENT + b"more")
-    fetch(file, tmp_path / "a.bin")
+    download_file(file, tmp_path / "a.bin")
     assert (tmp_path / "a.bin").read_bytes() == CONTENT and server.asked[-1] is None
 
 
 def test_a_wrong_checksum_removes_the_file(server, file, tmp_path):
-    with pytest.raises(ValueError, match=r"is damaged: its md5 is .*What was downloaded has been removed."):
-        fetch(replace(file, md5="0" * 32), tmp_path / "a.bin")
+    with pytest.raises(ValueError, match=r"is damaged: its md5 is .*The downloaded file has been removed."):
+        download_file(replace(file, md5="0" * 32), tmp_path / "a.bin")
     with pytest.raises(ValueError, match=r"has 1,024,000 bytes, not 2,000,000.*removed"):
-        fetch(replace(file, md5=None, size=2_000_000), tmp_path / "a.bin")
+        download_file(replace(file, md5=None, size=2_000_000), tmp_path / "a.bin")
     assert not list(tmp_path.iterdir())
 
 
 def test_a_server_that_sends_too_much(server, file, tmp_path):
     with pytest.raises(ValueError, match="sends more than the 1,000 bytes"):
-        fetch(replace(file, size=1000), tmp_path / "a.bin")
+        download_file(replace(file, size=1000), tmp_path / "a.bin")
     assert not list(tmp_path.iterdir())
 
 
 def test_without_checksum_or_size_nothing_is_resumed(server, file, tmp_path):
     (tmp_path / "a.bin.part").write_bytes(b"of another version")
-    fetch(replace(file, md5=None), tmp_path / "a.bin")
+    download_file(replace(file, md5=None), tmp_path / "a.bin")
     assert (tmp_path / "a.bin").read_bytes() == CONTENT and server.asked == [None]
 
 
 def test_what_cannot_be_got(server, file, tmp_path):
     with pytest.raises(OSError, match=r"Could not download .*/b.bin: HTTP Error 404.*put it at"):
-        fetch(replace(file, url=f"{server.url}/b.bin"), tmp_path / "a.bin")
+        download_file(replace(file, url=f"{server.url}/b.bin"), tmp_path / "a.bin")
     assert len(server.asked) == 1, "a refusal is not asked again"
     with pytest.raises(OSError, match="Could not download"):
-        fetch(replace(file, url="http://127.0.0.1:9/a.bin"), tmp_path / "a.bin")
+        download_file(replace(file, url="http://127.0.0.1:9/a.bin"), tmp_path / "a.bin")
     with pytest.raises(ValueError, match="from http:// and https:// addresses only, got 'file:///etc/passwd'"):
-        fetch(replace(file, url="file:///etc/passwd"), tmp_path / "a.bin")
+        download_file(replace(file, url="file:///etc/passwd"), tmp_path / "a.bin")
 
 
 def test_plain_http_needs_a_checksum(server, file, tmp_path, monkeypatch):
     with pytest.raises(
         ValueError, match=r"a.bin comes from http://example.org/a.bin, which is not encrypted, and has no"
     ):
-        fetch(replace(file, url="http://example.org/a.bin", md5=None, size=len(CONTENT)), tmp_path / "a.bin")
-    monkeypatch.setattr("everlearn.sources.download.THIS_MACHINE", ())
-    fetch(file, tmp_path / "a.bin")
+        download_file(replace(file, url="http://example.org/a.bin", md5=None, size=len(CONTENT)), tmp_path / "a.bin")
+    monkeypatch.setattr("everlearn.sources.download.LOCAL_HOSTS", ())
+    download_file(file, tmp_path / "a.bin")
     assert (tmp_path / "a.bin").read_bytes() == CONTENT
 
 
 def test_being_sent_on_to_plain_http_needs_a_checksum_too(server, file, tmp_path, monkeypatch):
-    monkeypatch.setattr("everlearn.sources.download.THIS_MACHINE", ("localhost",))
+    monkeypatch.setattr("everlearn.sources.download.LOCAL_HOSTS", ("localhost",))
     server.sends_on = {"/moved.bin": f"{server.url}/a.bin"}
     moved = f"{server.url}/moved.bin".replace("127.0.0.1", "localhost")
     with pytest.raises(ValueError, match=r"comes from http://127.0.0.1:\d+/a.bin, which is not encrypted"):
-        fetch(replace(file, url=moved, md5=None), tmp_path / "b.bin")
+        download_file(replace(file, url=moved, md5=None), tmp_path / "b.bin")
     assert not (tmp_path / "b.bin").exists()
-    fetch(replace(file, url=moved), tmp_path / "b.bin")
+    download_file(replace(file, url=moved), tmp_path / "b.bin")
 
 
 @pytest.fixture
@@ -229,7 +229,7 @@ def test_load_replaces_a_damaged_file_by_a_sound_one(server, files, tmp_path):
         with pytest.raises(ValueError, match="is damaged"):
             load("mnist", root)
         server.files[f"/{files[1].name}"] = b"as bad"
-        with pytest.raises(ValueError, match=r"What was downloaded has been removed"):
+        with pytest.raises(ValueError, match=r"The downloaded file has been removed"):
             load("mnist", root, download=True)
         assert (own / files[1].name).read_bytes() == b"damaged", "until there is a better one"
         server.files[f"/{files[1].name}"] = sound

@@ -8,20 +8,20 @@ import torch
 
 from everlearn import streams
 from everlearn.sources import hugging_face, image_folder, npz, table
-from everlearn.sources.data import held_back, hold_back
+from everlearn.sources.labeled_data import hold_back, select_test_examples
 from tests.layouts import write_images
 
 
 def test_a_share_of_each_class_is_held_back():
     y = torch.tensor([0] * 10 + [1] * 5 + [2] * 3)
-    assert held_back(y).nonzero().flatten().tolist() == [4, 9, 14, 17], "one of three"
-    assert not held_back(torch.tensor([3])).any(), "what is alone is to learn from"
-    assert held_back(y, 0.5)[:10].sum() == 5 and held_back(torch.rand(10), 0.3).sum() == 3
+    assert select_test_examples(y).nonzero().flatten().tolist() == [4, 9, 14, 17], "one of three"
+    assert not select_test_examples(torch.tensor([3])).any(), "what is alone is to learn from"
+    assert select_test_examples(y, 0.5)[:10].sum() == 5 and select_test_examples(torch.rand(10), 0.3).sum() == 3
     data = hold_back(list("abcdefghij"), torch.zeros(10, dtype=torch.long))
     assert data[1][0] == ["e", "j"] and len(data[0][0]) == 8
     for share in (0, 1, -0.1):
-        with pytest.raises(ValueError, match="lies between 0 and 1"):
-            held_back(y, share)
+        with pytest.raises(ValueError, match="must lie between 0 and 1"):
+            select_test_examples(y, share)
 
 
 def test_identical_images_are_on_one_side():
@@ -60,7 +60,7 @@ class TestImageFolder:
         (_, y), (_, y_test) = image_folder(tmp_path, size=8)
         assert y.bincount().tolist() == [5, 5, 5] and y_test.tolist() == [0, 0, 2, 2]
         write_images(tmp_path / other, ["d"])
-        with pytest.raises(ValueError, match=r"has classes that .*train has not: d"):
+        with pytest.raises(ValueError, match=r"has classes that .*train does not have: d"):
             image_folder(tmp_path, size=8)
 
     def test_what_is_no_image_folder(self, tmp_path):
@@ -68,7 +68,7 @@ class TestImageFolder:
             image_folder(tmp_path / "nowhere", size=8)
         with pytest.raises(ValueError, match="whole number from 1, got 0"):
             image_folder(tmp_path, size=0)
-        with pytest.raises(ValueError, match="has no sub-folders"):
+        with pytest.raises(ValueError, match="has no subfolders"):
             image_folder(tmp_path, size=8)
         (tmp_path / "empty").mkdir()
         with pytest.raises(ValueError, match="empty has no images"):
@@ -100,7 +100,7 @@ class TestNpz:
         data = npz(tmp_path / "a.npz")
         assert data.names == ["a", "b", "c"] and data[1][1].tolist() == [2, 0]
         np.savez(tmp_path / "a.npz", x=np.zeros((2, 2)), y=["a", "b"], x_test=np.zeros((1, 2)), y_test=[0])
-        with pytest.raises(ValueError, match="not the same"):
+        with pytest.raises(ValueError, match="are not classes of the training labels"):
             npz(tmp_path / "a.npz")
 
     @pytest.mark.parametrize("value", [np.nan, np.inf, 1e300])
@@ -126,7 +126,7 @@ class TestNpz:
     def test_a_small_file_that_unpacks_to_more_than_there_is(self, tmp_path, monkeypatch):
         np.savez_compressed(tmp_path / "a.npz", x=np.zeros((2**20, 8)), y=np.zeros(2**20, np.int64))
         assert (tmp_path / "a.npz").stat().st_size < 2**17
-        monkeypatch.setattr("everlearn.sources.limits.memory", lambda: 2**25)
+        monkeypatch.setattr("everlearn.sources.limits.machine_memory", lambda: 2**25)
         with pytest.raises(
             ValueError, match=r"unpacks to 75,\d+,\d+ bytes, but this machine has a memory of 33,554,432"
         ):
@@ -139,7 +139,7 @@ class TestNpz:
         with pytest.raises(ValueError, match="is not an npz file, or is damaged"):
             npz(tmp_path / "a.npz")
         np.savez(tmp_path / "b.npz", data=np.zeros(3), y=np.zeros(3))
-        with pytest.raises(ValueError, match="has no array 'x'; it has data, y: say which with x=…"):
+        with pytest.raises(ValueError, match="has no array 'x'; it has data, y: name the arrays with x=…"):
             npz(tmp_path / "b.npz")
         assert len(npz(tmp_path / "b.npz", x="data", test=0.4)[1][0]) == 1
         np.savez(tmp_path / "e.npz", x=np.zeros(3), y=np.zeros(2))
@@ -152,7 +152,7 @@ class TestNpz:
         with pytest.raises(ValueError, match="holds Python objects, which are not read"):
             npz(tmp_path / "c.npz")
         np.savez(tmp_path / "d.npz", x=np.zeros(2), y=["a", "b"], x_test=np.zeros(1), y_test=["c"])
-        with pytest.raises(ValueError, match="training and test labels are words, and not the same"):
+        with pytest.raises(ValueError, match="test labels are not classes of the training labels"):
             npz(tmp_path / "d.npz")
 
 
@@ -196,13 +196,13 @@ class TestTable:
             ("a,b\n1,\n", "row 2: the cell 'b' is empty"),
             ("a,a\n1,2\n", "each once; got 'a' more than once"),
             ("", "must begin with a line of column names"),
-            ("a,b\n", "nothing to learn from: 1 columns, 0 rows"),
+            ("a,b\n", "has no training data: 1 feature columns, 0 rows"),
             ("b\n1\n", "has no column 'a'; it has b"),
             (
                 ",".join([*(f"p{i}" for i in range(64)), "digit"]) + "\n",
                 "has no column 'a'; it has p0, p1, p2, p3, p4, p5, p6, p7, …, p63, digit \\(65 in all\\)",
             ),
-            ("a,b\n1,x\n", "'b' is not made of numbers \\('x' in row 1"),
+            ("a,b\n1,x\n", "'b' is not numeric \\('x' in row 1"),
             ("a,b\n1,nan\n", "'b' has cells that are not finite"),
             ("a,b\n1,1e300\n", "'b' has cells that are not finite"),
             ("a,b\n0,1\nnan,2\n1,3\n", "'a' has cells that are not finite"),
@@ -226,7 +226,7 @@ class TestTable:
         assert chosen.features == ["b"] and chosen[0][0].tolist() == [[3.0], [4.0]]
 
     def test_the_target_is_not_learned_from(self, tmp_path):
-        with pytest.raises(ValueError, match="'kind' is what is to be predicted"):
+        with pytest.raises(ValueError, match="'kind' is the column to predict"):
             table(write_csv(tmp_path / "a.csv"), target="kind", features=["width", "kind"])
 
     def test_dictionaries_dates_and_booleans(self, tmp_path):
@@ -235,7 +235,7 @@ class TestTable:
         parquet.write_table(arrow.table(columns), tmp_path / "a.parquet")
         data = table(tmp_path / "a.parquet", target="b")
         assert data.names == ["x", "y"] and data[0][0][:2].tolist() == [[1.0], [0.0]]
-        with pytest.raises(ValueError, match="'b' is not made of numbers"):
+        with pytest.raises(ValueError, match="'b' is not numeric"):
             table(tmp_path / "a.parquet", target="a")
 
     def test_other_files(self, tmp_path):
@@ -314,14 +314,14 @@ class TestHuggingFace:
         assert hugging_face(dataset, x="numbers", y="label")[0][0].dtype == torch.float32
         assert hugging_face(dataset, x="text", y="label")[1][0] == ["i", "j"]
         columns["picture"][0] = image.fromarray(np.zeros((5, 5), np.uint8))
-        with pytest.raises(ValueError, match="have 2 sizes: bring them to one"):
+        with pytest.raises(ValueError, match="have 2 sizes: resize them to one"):
             hugging_face(dataset, x="picture", y="label")
 
     def test_parts(self):
         part = Columns({"x": [[0.0], [1.0]], "y": ["a", "b"]})
         data = hugging_face({"train": part, "validation": part}, x="x", y="y")
         assert data[1][0].tolist() == [[0.0], [1.0]] and data.names == ["a", "b"]
-        with pytest.raises(ValueError, match=r"needs the parts train and test .* got train, other"):
+        with pytest.raises(ValueError, match=r"needs the splits train and test .* got train, other"):
             hugging_face({"train": part, "other": part}, x="x", y="y")
         fewer = hugging_face({"train": part, "test": Columns({"x": [[0.0]], "y": ["b"]})}, x="x", y="y")
         assert fewer[1][1].tolist() == [1] and fewer.names == ["a", "b"]
@@ -341,7 +341,7 @@ class TestHuggingFace:
     def test_what_cannot_be_learned_from(self, columns, message):
         with pytest.raises((ValueError, TypeError), match=message):
             hugging_face(Columns(columns), x="x", y="y")
-        with pytest.raises(TypeError, match="of Hugging Face's datasets is wanted, got a list"):
+        with pytest.raises(TypeError, match="of Hugging Face's datasets, got a list"):
             hugging_face([1, 2], x="x", y="y")
 
     def test_the_real_library(self):

@@ -4,13 +4,13 @@ import inspect
 
 import pytest
 import torch
-from tests import layouts
 
 import everlearn
 from everlearn import Method, nets, streams
-from everlearn.sources.gas_drift import SIZES
+from everlearn.sources.gas_drift import BATCH_SIZES
 from everlearn.streams import STREAMS, bag
-from everlearn.streams.parts import Fitted
+from everlearn.streams.subset import ImageResizer
+from tests import layouts
 
 NAMES = [name for name in STREAMS if not name.endswith("-digits") and name != "digits"]
 
@@ -27,7 +27,7 @@ def root(tmp_path, unverified):
     layouts.write_svhn(tmp_path / "svhn")
     layouts.write_omniglot(tmp_path / "omniglot" / "images_background")
     layouts.write_clinc150(tmp_path / "clinc150")
-    layouts.write_gas(tmp_path / "gas_drift", {b: SIZES[b] for b in (4, 5, 8)})
+    layouts.write_gas(tmp_path / "gas_drift", {b: BATCH_SIZES[b] for b in (4, 5, 8)})
     return tmp_path
 
 
@@ -89,13 +89,15 @@ def test_five_datasets(scenario, root):
 def test_sets_that_are_not_here_are_named(root, tmp_path):
     (root / "svhn" / "test_32x32.mat").unlink()
     (root / "cifar-10-batches-bin" / "test_batch.bin").unlink()
-    with pytest.warns(UserWarning, match="five-datasets is made without svhn, cifar10, which are not here"):
+    with pytest.warns(UserWarning, match="five-datasets is built without svhn, cifar10, which were not found"):
         stream = streams.five_datasets(root=root)
     assert stream.name == "five-datasets-of-mnist-fashion_mnist-notmnist"
     assert stream.settings["sets"] == ["mnist", "fashion_mnist", "notmnist"]
     with pytest.warns(UserWarning):
         assert streams.five_datasets(root=root, tasks=2).name == "five-datasets-of-mnist-fashion_mnist"
-    with pytest.raises(FileNotFoundError, match=r"needs two of its sets or more, and has none. mnist is not whole"):
+    with pytest.raises(
+        FileNotFoundError, match=r"needs at least two of its data sets, and has none. mnist is incomplete"
+    ):
         streams.five_datasets(root=tmp_path / "empty")
 
 
@@ -110,11 +112,11 @@ def test_digits_domains(scenario, root):
 
 def test_fitted_images_keep_their_mean_and_refuse_other_shapes():
     x = torch.rand(4, 1, 28, 28)
-    assert Fitted(1, 28)(x) is not None and torch.equal(Fitted(1, 28)(x), x)
-    torch.testing.assert_close(Fitted(3, 14)(x).mean((1, 2, 3)), x.mean((1, 2, 3)), atol=0.02, rtol=0)
+    assert ImageResizer(1, 28)(x) is not None and torch.equal(ImageResizer(1, 28)(x), x)
+    torch.testing.assert_close(ImageResizer(3, 14)(x).mean((1, 2, 3)), x.mean((1, 2, 3)), atol=0.02, rtol=0)
     for shape in [(4, 28, 28), (4, 2, 28, 28)]:
         with pytest.raises(ValueError, match="Images with 1 or 3 channels"):
-            Fitted(3, 32)(torch.rand(shape))
+            ImageResizer(3, 32)(torch.rand(shape))
 
 
 @pytest.mark.parametrize("scenario", ["task", "class"])
@@ -209,7 +211,7 @@ class TestGasDrift:
         names = ["batch 4 (months 14-15)", "batch 5 (month 16)", "batch 8 (months 22-23)"]
         assert [str(t) for t in stream] == names == stream.settings["sets"]
         assert stream.outputs == 6 and stream.inputs == (128,) and stream.scenario == "domain"
-        assert [len(t.train) + len(t.test) for t in stream] == [SIZES[b] for b in (4, 5, 8)]
+        assert [len(t.train) + len(t.test) for t in stream] == [BATCH_SIZES[b] for b in (4, 5, 8)]
 
     def test_only_the_first_tasks_training_examples_are_the_measure(self, root):
         stream = streams.gas_drift(root=root, valid=0.25)
@@ -224,10 +226,10 @@ class TestGasDrift:
         one, again, other = (streams.gas_drift(root=root, seed=s) for s in (1, 1, 2))
         assert torch.equal(one[1].test.x, again[1].test.x) and not torch.equal(one[1].test.y, other[1].test.y)
         both = torch.cat([one[1].train.x, one[1].test.x])
-        assert len(both.unique(dim=0)) == len(both) == SIZES[5], "no measurement is in both"
+        assert len(both.unique(dim=0)) == len(both) == BATCH_SIZES[5], "no measurement is in both"
         assert len(streams.gas_drift(root=root, test=0.5)[0].test) == 80
         for share in (0, 1):
-            with pytest.raises(ValueError, match="share of measurements for tests lies between"):
+            with pytest.raises(ValueError, match="share of measurements for tests must lie between"):
                 streams.gas_drift(root=root, test=share)
 
     @pytest.mark.parametrize("scenario", ["task", "class"])

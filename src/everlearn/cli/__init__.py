@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from everlearn.stdio import output_error, survive_closed_streams
+from everlearn.runtime.stdio import output_error, survive_closed_streams
 
 __all__ = ["main"]
 
@@ -23,7 +23,7 @@ def main() -> None:
         )
         raise SystemExit(1) from None
     from everlearn.cli.app import start
-    from everlearn.cli.together import together
+    from everlearn.runtime.torchrun import together
 
     code = together(lambda: start(sys.argv[1:]))
     if (error := output_error()) is not None:

@@ -1,4 +1,4 @@
-"""``everlearn advise``: a few questions, the methods that fit the answers, and why the others do not."""
+"""The command ``everlearn advise``: ask a few questions, list the methods that fit, and why the others do not."""
 
 from __future__ import annotations
 
@@ -10,249 +10,331 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from everlearn.advice import BYTES, TASKS, Advice, Measured, Needs, advise, in_bytes, room
-from everlearn.cli.measured import recorded
-from everlearn.cli.names import UsageError, explain
-from everlearn.report.runs import spread
-from everlearn.stream import Scenario
-from everlearn.traits import Traits
+from everlearn.core.task import Scenario
+from everlearn.core.traits import Traits
+from everlearn.experiments.advice import (
+    BYTES_PER_NUMBER,
+    DEFAULT_TASKS,
+    Advice,
+    Measured,
+    Needs,
+    advise,
+    example_capacity,
+    is_in_bytes,
+)
+from everlearn.experiments.parsing import UsageError, explain
+from everlearn.experiments.recorded import load_recorded
+from everlearn.results.report.rows import spread
 
 YesNo = Literal["yes", "no"]
 QUESTIONS = {
-    "scenario": "When the model is asked, what is it told?\n"
-    "  task    which task an input is of\n"
-    "  domain  nothing; all tasks have the same answers, and their inputs change\n"
-    "  class   nothing; later tasks bring new classes, to be told from the old ones\n[task/domain/class]",
-    "keep_data": "May examples of old tasks be kept? [yes/no]",
-    "grow": "May the model grow with the tasks? [yes/no]",
-    "labels": "Are there labels for what the model shall remember?\n"
-    "(no: it is trained already, and inputs are all there is) [yes/no]",
-    "boundaries": "Will somebody tell where one task ends and the next begins? [yes/no]",
+    "scenario": "What is known about an example at test time?\n"
+    "  task    its task\n"
+    "  domain  nothing; all tasks have the same classes, and their inputs differ\n"
+    "  class   nothing; later tasks add classes, to be distinguished from the old ones\n[task/domain/class]",
+    "keep_data": "May examples of old tasks be stored? [yes/no]",
+    "grow": "May the model grow with the number of tasks? [yes/no]",
+    "labels": "Are there labels of the data to remember?\n"
+    "(no: the model is trained already, and there are inputs only) [yes/no]",
+    "boundaries": "Are task boundaries known during training? [yes/no]",
     "tasks": "How many tasks will there be? [a number]",
-    "time": "How many plain training steps may a step cost? [a number, such as 1.5]",
-    "memory": "What may a method keep besides the model? [2x: two copies of the model; or 20MB]",
-    "parameters": "How many parameters has the model? [a number]",
-    "inputs": "How many numbers are one example? [784 for an image of 28 × 28]",
+    "time": "How many baseline training steps may a step take? [a number, such as 1.5]",
+    "memory": "How much memory may a method use besides the model? [2x: two copies of the model; or 20MB]",
+    "parameters": "How many parameters does the model have? [a number]",
+    "inputs": "How many numbers does an example have? [784 for an image of 28 × 28]",
 }
-SCENARIO: dict[Scenario, str] = {
-    "task": "task-incremental: the model is told which task an input is of",
-    "domain": "domain-incremental: the model is not told the task; answers are the same in all, inputs change",
-    "class": "class-incremental: the model is not told the task; later tasks bring new classes",
+SCENARIO_DESCRIPTIONS: dict[Scenario, str] = {
+    "task": "Task-incremental: the task of each example is known at test time",
+    "domain": "Domain-incremental: the task is not known at test time; all tasks have the same classes, inputs differ",
+    "class": "Class-incremental: the task is not known at test time; later tasks add classes",
 }
+MAX_WIDTH = 100  # of printed lines
+CODE_PREFIXES = ("  everlearn run", "  from ", "  stream", "  print")
 
 
-class Answers(BaseModel):
-    """The options of ``everlearn advise``; None is for what does not matter."""
+class AdviseOptions(BaseModel):
+    """Options of ``everlearn advise``; None means no constraint."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     scenario: Scenario | None = Field(
         None,
-        description="What the model is told at test. task: which task an input is of. domain: nothing; all tasks have the "
-        "same answers. class: nothing; later tasks bring new classes.",
+        description="What is known about an example at test time. task: its task. domain: nothing; all tasks have the "
+        "same classes. class: nothing; later tasks add classes.",
     )
-    keep_data: YesNo | None = Field(None, description="May examples of old tasks be kept?")
-    grow: YesNo | None = Field(None, description="May the model grow with the tasks?")
+    keep_data: YesNo | None = Field(None, description="Whether examples of old tasks may be stored.")
+    grow: YesNo | None = Field(None, description="Whether the model may grow with the number of tasks.")
     labels: YesNo | None = Field(
-        None, description="Are there labels for what shall be remembered, or only a trained model and inputs?"
+        None,
+        description="Whether there are labels of the data to remember; if not, there are a trained model and inputs only.",
     )
-    boundaries: YesNo | None = Field(None, description="Will somebody tell where a task ends?")
-    tasks: int | None = Field(None, ge=1, description="How many tasks there will be.")
-    time: float | None = Field(None, gt=0, allow_inf_nan=False, description="What a step may cost, in plain steps.")
+    boundaries: YesNo | None = Field(None, description="Whether task boundaries are known during training.")
+    tasks: int | None = Field(None, ge=1, description="Number of tasks.")
+    time: float | None = Field(
+        None, gt=0, allow_inf_nan=False, description="Maximum time of a step, in baseline steps."
+    )
     memory: str | None = Field(
-        None, description="What a method may keep besides the model: copies of it, as in 2x, or bytes, as in 20MB."
+        None,
+        description="Memory a method may use besides the model: copies of the model, as in 2x, or bytes, as in 20MB.",
     )
-    parameters: int | None = Field(None, ge=1, description="Parameters of the model; bytes are compared with them.")
+    parameters: int | None = Field(
+        None, ge=1, description="Number of parameters of the model; needed if the memory is given in bytes."
+    )
     inputs: int | None = Field(
-        None, ge=1, description="Numbers in one example (784 for 28 × 28), to tell how many the memory holds."
+        None, ge=1, description="Numbers per example (784 for 28 × 28), to compute how many examples fit the memory."
     )
 
     @field_validator("memory")
     @classmethod
-    def _readable(cls, value: str | None) -> str | None:
-        in_bytes(value)
+    def _check_memory(cls, value: str | None) -> str | None:
+        # Raises if the amount cannot be parsed.
+        is_in_bytes(value)
         return value
 
     def needs(self) -> Needs:
-        """The same for the library."""
-        said = {name: value == "yes" if value in ("yes", "no") else value for name, value in self}
+        """Convert to the constraints of the library."""
+        constraints = {name: value == "yes" if value in ("yes", "no") else value for name, value in self}
         try:
-            return Needs(**said)
+            return Needs(**constraints)
         except ValueError as error:
             raise UsageError(f"{error} On the command line: --parameters.") from None
 
 
-def give_advice(answers: Answers) -> int:
-    """Ask what is not answered, if there is somebody to ask, and print what follows."""
-    alone = not (sys.stdin.isatty() and sys.stdout.isatty())
-    answers = answers if alone else ask(answers)
-    width = min(shutil.get_terminal_size((100, 24)).columns, 100)
-    print("\n".join(line for part in shown(answers) for line in _wrapped(part, width)))
+def print_advice(options: AdviseOptions) -> int:
+    """Ask for missing options if there is a terminal, and print the advice; returns the exit code."""
+    is_interactive = sys.stdin.isatty() and sys.stdout.isatty()
+    if is_interactive:
+        options = ask_missing(options)
+    width = min(shutil.get_terminal_size((MAX_WIDTH, 24)).columns, MAX_WIDTH)
+    print("\n".join(line for paragraph in format_advice(options) for line in _wrap(paragraph, width)))
     return 0
 
 
-def ask(answers: Answers) -> Answers:
-    """The open questions one after the other; a wrong answer is explained and asked for again."""
-    known = answers.model_dump(exclude_none=True)
-    print("A few questions. Enter: it does not matter. Ctrl-D: nothing further does.\n")
+def ask_missing(options: AdviseOptions) -> AdviseOptions:
+    """Ask for the missing options one by one; an invalid answer is explained and the question repeated."""
+    values = options.model_dump(exclude_none=True)
+    print("A few questions. Enter: no constraint. Ctrl-D: no further constraints.\n")
     for name, question in QUESTIONS.items():
-        if name in known or not _matters(name, known):
+        if name in values or not _is_relevant(name, values):
             continue
         while True:
             try:
                 text = input(f"{question}: ").strip()
             except EOFError:
                 print()
-                return Answers(**known)
+                return AdviseOptions(**values)
+            if not text:
+                break
             try:
-                answer = {name: text if name == "memory" else text.lower()} if text else {}
-                known = Answers(**{**known, **answer}).model_dump(exclude_none=True)
+                answer = text if name == "memory" else text.lower()
+                values = AdviseOptions(**{**values, name: answer}).model_dump(exclude_none=True)
                 break
             except ValidationError as error:
                 print(f"  {explain(error)}")
         print()
-    return Answers(**known)
+    return AdviseOptions(**values)
 
 
-def _matters(name: str, known: dict[str, object]) -> bool:
-    """The sizes of model and example are worth a question only where they are compared with something."""
-    memory = known.get("memory")
+def _is_relevant(name: str, values: dict[str, object]) -> bool:
+    """Whether an option matters: the sizes of model and example only matter if a memory is given."""
+    memory = values.get("memory")
     if name == "inputs":
-        return memory is not None and known.get("keep_data") != "no" and "parameters" in known
-    return name != "parameters" or in_bytes(memory if isinstance(memory, str) else None)
+        return memory is not None and values.get("keep_data") != "no" and "parameters" in values
+    if name == "parameters":
+        return isinstance(memory, str) and is_in_bytes(memory)
+    return True
 
 
-def shown(answers: Answers) -> Iterator[str]:
-    """The advice, paragraph by paragraph; lines after the first are indented as they shall be."""
-    needs = answers.needs()
-    every = advise(needs, recorded())
-    fit, misfit = [a for a in every if a.fits], [a for a in every if not a.fits]
-    ranked, others = [a for a in fit if a.kept is not None], [a for a in fit if a.kept is None]
-    yield from _answered(answers)
-    if not fit:
-        yield "\nNo method fits all of this. The first below miss by the fewest answers: is one of them negotiable?"
+def format_advice(options: AdviseOptions) -> Iterator[str]:
+    """Paragraphs of the advice, indented as they are to be wrapped."""
+    needs = options.needs()
+    advices = advise(needs, load_recorded())
+    fitting = [advice for advice in advices if advice.fits]
+    misfits = [advice for advice in advices if not advice.fits]
+    ranked = [advice for advice in fitting if advice.closed_gap is not None]
+    unranked = [advice for advice in fitting if advice.closed_gap is None]
+
+    yield from _format_options(options)
+    if not fitting:
+        yield "\nNo method fits all constraints. The first ones below violate the fewest: can one of them be relaxed?"
     if ranked:
         yield (
-            "\nThese fit, best first: how far they got from fine-tuning (0 %) to joint training (100 %) in our runs of "
-            "published tables. Each was run in the tables that it is quoted with, by few seeds: a few points mean little."
+            "\nThese fit, best first by how much of the gap from fine-tuning (0 %) to joint training (100 %) they closed "
+            "in our runs of published tables. Each was run in the tables it is quoted with, with few seeds: a few points "
+            "mean little."
         )
-    for place, advice in enumerate(ranked, 1):
-        yield from _described(f"{place}.", advice, needs)
-    if others:
-        yield f"\nThese fit{', too, but' if ranked else ';'} no published table places them here{_order(others, needs)}."
-    for advice in others:
-        yield from _described("-", advice, needs)
-    if misfit:
+    for rank, advice in enumerate(ranked, 1):
+        yield from _format_method(f"{rank}.", advice, needs)
+    if unranked:
+        introduction = "These fit, too, but" if ranked else "These fit;"
+        yield f"\n{introduction} no published table ranks them here{_order_note(unranked, needs)}."
+    for advice in unranked:
+        yield from _format_method("-", advice, needs)
+
+    if misfits:
         yield "\nThese do not fit."
-    width = max((len(a.name) for a in misfit), default=0)
-    for a in misfit:
-        first, *rest = a.against
-        yield f"  {a.name:{width}}  " + "; ".join([first + _weakness(a, needs), *rest])
-    if fit:
-        yield from _to_try(fit[:3], needs)
+        name_width = max(len(advice.name) for advice in misfits)
+        for advice in misfits:
+            first_objection, *further_objections = advice.objections
+            objections = [first_objection + _weakness_numbers(advice, needs), *further_objections]
+            yield f"  {advice.name:{name_width}}  " + "; ".join(objections)
+    if fitting:
+        yield from _format_examples(fitting[:3], needs)
 
 
-def _answered(answers: Answers) -> Iterator[str]:
-    given = answers.model_dump(exclude_none=True)
-    said = [f"{name.replace('_', ' ')} {value}" for name, value in given.items() if name != "scenario"]
-    if answers.scenario:
-        yield f"{SCENARIO[answers.scenario][0].upper()}{SCENARIO[answers.scenario][1:]}."
-    if said:
-        yield f"Given: {', '.join(said)}."
-    if open_ := [f"--{n.replace('_', '-')}" for n in QUESTIONS if n not in given and _matters(n, given)]:
-        yield f"Not answered, so taken not to matter: {', '.join(open_)}."
+def _format_options(options: AdviseOptions) -> Iterator[str]:
+    """Repeat the given options, and list those that are missing."""
+    values = options.model_dump(exclude_none=True)
+    if options.scenario:
+        yield f"{SCENARIO_DESCRIPTIONS[options.scenario]}."
+    given = [f"{name.replace('_', ' ')} {value}" for name, value in values.items() if name != "scenario"]
+    if given:
+        yield f"Given: {', '.join(given)}."
+    missing = [name for name in QUESTIONS if name not in values and _is_relevant(name, values)]
+    if missing:
+        flags = [f"--{name.replace('_', '-')}" for name in missing]
+        yield f"Not given, and not taken into account: {', '.join(flags)}."
 
 
-def _described(mark: str, a: Advice, needs: Needs) -> Iterator[str]:
-    """What there is to say of a method that fits."""
-    if a.traits is None:  # such a one never fits
+def _format_method(bullet: str, advice: Advice, needs: Needs) -> Iterator[str]:
+    """Paragraphs on a method that fits: pros, cons, costs and recorded results."""
+    # A method without traits never fits.
+    if advice.traits is None:
         return
-    kept = f": {100 * a.kept:.0f} % of the way" if a.kept is not None else ""
-    yield f"\n{mark} {a.name} ({a.kind.__name__}){kept}"
-    settings = [f"set {field}={value}" for field, value in a.settings.items()]
-    yield f"   for       {'; '.join([a.traits.pro, *settings])}"
-    yield f"   against   {a.traits.con}"
-    yield f"   costs     {_cost(a.traits, needs)}"
-    yield f"   measured  {_number(a.measured[0], needs) if a.measured else 'not in a table'}"
-    yield from (f"             {_number(m, needs)}" for m in a.measured[1:])
+    heading = f"\n{bullet} {advice.name} ({advice.method_class.__name__})"
+    if advice.closed_gap is not None:
+        heading += f": {100 * advice.closed_gap:.0f} % of the gap"
+    yield heading
+
+    settings = [f"set {field}={value}" for field, value in advice.settings.items()]
+    yield f"   for       {'; '.join([advice.traits.pro, *settings])}"
+    yield f"   against   {advice.traits.con}"
+    yield f"   costs     {_format_cost(advice.traits, needs)}"
+    if not advice.measured:
+        yield "   measured  not in a table"
+        return
+    first_result, *further_results = advice.measured
+    yield f"   measured  {_format_result(first_result, needs)}"
+    for result in further_results:
+        yield f"             {_format_result(result, needs)}"
 
 
-def _cost(t: Traits, needs: Needs) -> str:
-    tasks = needs.tasks or TASKS
-    copies, step = t.copies_after(tasks), f"a step of about {t.step_of(tasks):.1f} plain ones"
-    last = f" in the last of {tasks} tasks" if t.step_growth else ""
-    size = f", {_bytes(BYTES * copies * needs.parameters)}" if needs.parameters and copies else ""
-    grown = f" after {tasks} tasks" if len(t.copies) > 1 else ""
-    keeps = [f"about {copies:.2g} {'copy' if copies == 1 else 'copies'} of the model{grown}{size}"] if copies else []
-    if t.keeps_examples:
-        places = room(needs, t)
-        keeps.append("as many examples as you let it" if places is None else f"room for {places:,} examples")
-    return f"{step}{last}; keeps {' and '.join(keeps) or 'nothing'}"
+def _format_cost(traits: Traits, needs: Needs) -> str:
+    """Time and memory of a method."""
+    num_tasks = needs.tasks or DEFAULT_TASKS
+    step = f"a step takes about {traits.step_of(num_tasks):.1f} baseline steps"
+    if traits.step_growth:
+        step += f" in the last of {num_tasks} tasks"
+
+    stored = []
+    num_copies = traits.copies_after(num_tasks)
+    if num_copies:
+        copies = f"about {num_copies:.2g} {'copy' if num_copies == 1 else 'copies'} of the model"
+        if len(traits.copies) > 1:
+            copies += f" after {num_tasks} tasks"
+        if needs.parameters:
+            copies += f", {_format_bytes(BYTES_PER_NUMBER * num_copies * needs.parameters)}"
+        stored.append(copies)
+    if traits.keeps_examples:
+        capacity = example_capacity(needs, traits)
+        if capacity is None:
+            stored.append("as many examples as you allow")
+        else:
+            stored.append(f"up to {capacity:,} examples")
+    return f"{step}; stores {' and '.join(stored) or 'nothing'}"
 
 
-def _bytes(amount: float) -> str:
-    """A size as people read it.
+def _format_bytes(num_bytes: float) -> str:
+    """Format a size with its unit.
 
-    >>> _bytes(1_913_640), _bytes(3e9)
+    >>> _format_bytes(1_913_640), _format_bytes(3e9)
     ('1.9 MB', '3.0 GB')
     """
-    scale, unit = next((s, u) for s, u in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if amount >= s or u == "kB")
-    return f"{amount / scale:.1f} {unit}"
+    for scale, unit in ((1e9, "GB"), (1e6, "MB")):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.1f} {unit}"
+    return f"{num_bytes / 1e3:.1f} kB"
 
 
-def _number(m: Measured, needs: Needs) -> str:
-    """A number with what is needed to judge it: where, how often, and both ends of the scale."""
-    seeds = f"{len(m.accuracies)} seed{'s' * (len(m.accuracies) > 1)}"
-    ends = [f"{name} {end:.1f}" for name, end in (("fine-tuning", m.finetune), ("joint", m.joint)) if end is not None]
-    where = "" if needs.scenario else f"{m.scenario}-incremental: "
-    settings = [f"{f}={v:g}" if isinstance(v, float) else f"{f}={v}" for f, v in m.settings.items()]
-    facts = [", ".join(part) for part in ([m.title, seeds], ends, settings) if part]
-    return f"{where}{spread(m.accuracies)} % in {m.table} {m.cell} ({'; '.join(facts)})"
+def _format_result(result: Measured, needs: Needs) -> str:
+    """A recorded result with its table, number of seeds, both ends of the scale, and settings."""
+    num_seeds = len(result.accuracies)
+    seeds = f"{num_seeds} seed{'s' * (num_seeds > 1)}"
+    scale_ends = (("fine-tuning", result.finetune), ("joint", result.joint))
+    references = [f"{name} {accuracy:.1f}" for name, accuracy in scale_ends if accuracy is not None]
+    settings = [
+        f"{field}={value:g}" if isinstance(value, float) else f"{field}={value}"
+        for field, value in result.settings.items()
+    ]
+    notes = [", ".join(note) for note in ([result.title, seeds], references, settings) if note]
+    scenario = "" if needs.scenario else f"{result.scenario}-incremental: "
+    return f"{scenario}{spread(result.accuracies)} % in {result.table} {result.cell} ({'; '.join(notes)})"
 
 
-def _weakness(a: Advice, needs: Needs) -> str:
-    """The numbers behind a reason that is one of quality, which comes first."""
-    if a.traits is None or needs.scenario not in a.traits.weak or a.name == "finetune":
+def _weakness_numbers(advice: Advice, needs: Needs) -> str:
+    """Recorded results behind the first objection, if that is low accuracy."""
+    if advice.traits is None or needs.scenario not in advice.traits.weak or advice.name == "finetune":
         return ""
-    numbers = [(f"{m.mean:.1f} % in {m.table}", m.finetune) for m in a.measured if m.finetune is not None]
-    said = "; ".join(f"{number}, fine-tuning {end:.1f} %" for number, end in numbers)
-    return f" ({said})" if said else ""
+    numbers = [
+        f"{result.mean:.1f} % in {result.table}, fine-tuning {result.finetune:.1f} %"
+        for result in advice.measured
+        if result.finetune is not None
+    ]
+    return f" ({'; '.join(numbers)})" if numbers else ""
 
 
-def _order(others: Sequence[Advice], needs: Needs) -> str:
-    """By what they are ordered instead."""
-    if len(others) < 2:
+def _order_note(advices: Sequence[Advice], needs: Needs) -> str:
+    """How methods without recorded results are ordered."""
+    if len(advices) < 2:
         return ""
-    promised = needs.scenario == "task" and any(a.traits and a.traits.zero_forgetting for a in others)
-    return f" ({'those that forget nothing first, then ' if promised else ''}the cheapest step first)"
+    if needs.scenario == "task" and any(advice.traits and advice.traits.zero_forgetting for advice in advices):
+        return " (those that forget nothing first, then the cheapest step first)"
+    return " (the cheapest step first)"
 
 
-def _to_try(best: Sequence[Advice], needs: Needs) -> Iterator[str]:
-    """A command and three lines of Python that run as they stand."""
-    names = ",".join(["finetune", *(a.name for a in best), "joint"])
-    fields = "".join(f" --set {a.name}.{field}={value}" for a in best for field, value in a.settings.items())
-    stream = " --stream online-digits" if needs.boundaries is False else ""
+def _format_examples(best: Sequence[Advice], needs: Needs) -> Iterator[str]:
+    """A command and three lines of Python that run as printed."""
+    methods = ",".join(["finetune", *(advice.name for advice in best), "joint"])
+    set_options = "".join(
+        f" --set {advice.name}.{field}={value}" for advice in best for field, value in advice.settings.items()
+    )
+    is_online = needs.boundaries is False
+    stream_option = " --stream online-digits" if is_online else ""
     yield "\nTry the first of them on the digits in the package, untuned:"
-    yield f"  everlearn run{stream} --scenario {needs.scenario or 'all'} --methods {names}{fields} --seeds 3"
+    yield f"  everlearn run{stream_option} --scenario {needs.scenario or 'all'} --methods {methods}{set_options} --seeds 3"
+
+    class_name = best[0].method_class.__name__
     settings = ", ".join(f"{field}={value!r}" for field, value in best[0].settings.items())
-    kind, scenario = best[0].kind.__name__, needs.scenario or "task"
-    yield "\nIn Python; streams.from_tasks makes a stream of your own data, and your own loop will do as well:"
-    yield f"  from everlearn import {kind}, nets, run, streams"
-    made = "online_digits" if needs.boundaries is False else "digits"
-    yield f'  stream = streams.{made}(scenario="{scenario}")'
-    yield f"  print(run(nets.mlp, {kind}({settings}), stream, epochs={1 if needs.boundaries is False else 10}))"
+    stream_function = "online_digits" if is_online else "digits"
+    epochs = 1 if is_online else 10
+    yield "\nIn Python; streams.from_tasks makes a stream of your own data, and your own training loop works as well:"
+    yield f"  from everlearn import {class_name}, nets, run, streams"
+    yield f'  stream = streams.{stream_function}(scenario="{needs.scenario or "task"}")'
+    yield f"  print(run(nets.mlp, {class_name}({settings}), stream, epochs={epochs}))"
 
 
-def _wrapped(part: str, width: int) -> list[str]:
-    """A paragraph within a width; what goes on stands under what it belongs to. Code to copy is left whole."""
-    head = part.lstrip("\n")
-    if head.startswith(("  everlearn run", "  from ", "  stream", "  print")):
-        return part.split("\n")
-    margin = len(head) - len(head.lstrip())
-    if margin:
-        words = head.lstrip()
-        gap = words.find("  ")
-        margin += gap + len(words[gap:]) - len(words[gap:].lstrip()) if 0 < gap < 14 else 0
-    whole = head.replace(" %", "\N{NO-BREAK SPACE}%")
-    lines = textwrap.wrap(whole, width, subsequent_indent=" " * margin, break_long_words=False, break_on_hyphens=False)
-    return [""] * (len(part) - len(head)) + [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
+def _wrap(paragraph: str, width: int) -> list[str]:
+    """Wrap a paragraph, with further lines aligned under its text; code is not wrapped."""
+    text = paragraph.lstrip("\n")
+    if text.startswith(CODE_PREFIXES):
+        return paragraph.split("\n")
+
+    # In "  name  text", further lines start under the text.
+    indent = len(text) - len(text.lstrip())
+    if indent:
+        stripped = text.lstrip()
+        gap_start = stripped.find("  ")
+        if 0 < gap_start < 14:
+            gap_and_text = stripped[gap_start:]
+            indent += gap_start + len(gap_and_text) - len(gap_and_text.lstrip())
+
+    # A number and its percent sign stay on one line.
+    lines = textwrap.wrap(
+        text.replace(" %", "\N{NO-BREAK SPACE}%"),
+        width,
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    num_blank_lines = len(paragraph) - len(text)
+    return [""] * num_blank_lines + [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]

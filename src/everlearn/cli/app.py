@@ -1,4 +1,4 @@
-"""The commands."""
+"""The commands of ``everlearn``."""
 
 from __future__ import annotations
 
@@ -14,96 +14,97 @@ from cyclopts import App, CycloptsError, Parameter
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tqdm.auto import tqdm
 
-from everlearn.cli.advise import Answers, give_advice
-from everlearn.cli.listing import everything, explain_method
-from everlearn.cli.names import UsageError, explain
-from everlearn.cli.plan import Cell, Plan, cells, read
-from everlearn.cli.reproduce import Reproduction
-from everlearn.cli.reproduce import reproduce as reproduction
-from everlearn.cli.tune import Trials, Tuning, tuned
+from everlearn.cli.advise import AdviseOptions, print_advice
+from everlearn.cli.list import print_lists, print_method
+from everlearn.cli.reproduce import ReproduceOptions, reproduce_tables
+from everlearn.cli.tune import TuneGrid, TuneOptions, run_studies
 from everlearn.cli.update import Updating, give_update
-from everlearn.cli.workers import outcomes
-from everlearn.escaping import printable, printable_lines
+from everlearn.experiments.executors import outcomes
+from everlearn.experiments.grid import Grid, GridRun, grid_runs, read_grid
+from everlearn.experiments.parsing import UsageError, explain
 from everlearn.methods import METHODS
-from everlearn.report.files import Format, write
-from everlearn.report.serve import server
-from everlearn.report.table import overview, table
-from everlearn.results import Result, files
+from everlearn.results.report.serve import server
+from everlearn.results.report.table import overview, table
+from everlearn.results.report.write import Format, write
+from everlearn.results.result import Result, result_files
+from everlearn.runtime.escaping import printable, printable_lines
 
 app = App(
     name="everlearn",
-    help="Continual learning: let a model go on learning without forgetting.\n\n"
-    "Start with 'everlearn compare': every method on real handwritten digits, in all three scenarios. "
-    "'everlearn advise' asks a few questions and tells which methods fit.",
+    help="Continual learning: train a model on one task after the other without forgetting.\n\n"
+    "Start with 'everlearn compare', which runs every method on handwritten digits in all three scenarios. "
+    "'everlearn advise' asks a few questions and lists the methods that fit.",
     version_flags=["--version"],
     result_action="return_value",
-    suppress_keyboard_interrupt=False,  # start() says what is kept
+    suppress_keyboard_interrupt=False,  # start() handles it
 )
 
 
-class Comparison(BaseModel):
-    """The options of ``everlearn compare``."""
+class CompareOptions(BaseModel):
+    """Options of ``everlearn compare``."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     methods: str = Field("all", description="Methods, separated by commas, or 'all'.")
     scenario: str = Field("all", description="Any of task, domain, class, separated by commas, or 'all'.")
-    seeds: int = Field(1, ge=1, description="How many seeds, counted from 0; several give a spread.")
-    epochs: int | None = Field(None, ge=1, description="Passes over each task's data; 10 by default.")
-    workers: int = Field(1, ge=1, description="Runs side by side, each in a process of its own.")
-    threads: int = Field(1, ge=1, description="Threads torch may use; small models are fastest with 1.")
-    out: Path = Field(Path("runs/compare"), description="Folder of the results; what is there is not done again ...")
-    force: bool = Field(False, description="... unless you force it.")
+    seeds: int = Field(1, ge=1, description="Number of seeds, starting at 0; several give a standard deviation.")
+    epochs: int | None = Field(None, ge=1, description="Epochs per task; default: 10.")
+    workers: int = Field(1, ge=1, description="Number of worker processes.")
+    threads: int = Field(1, ge=1, description="Number of torch threads; small models are fastest with 1.")
+    out: Path = Field(Path("runs/compare"), description="Folder of the results; existing results are reused ...")
+    force: bool = Field(False, description="... unless this is set.")
 
 
 @app.command
-def compare(*, options: Annotated[Comparison, Parameter(name="*")] = Comparison()) -> int:  # noqa: B008
-    """Every method on the embedded digits in all three scenarios, as one table. Takes a few minutes.
+def compare(*, options: Annotated[CompareOptions, Parameter(name="*")] = CompareOptions()) -> int:  # noqa: B008
+    """Compare all methods on handwritten digits in all three scenarios, as one table. Takes a few minutes.
 
-    Five tasks of two digits each are learned one after the other. 'joint' learns them all at once and shows what is
-    possible; 'finetune' does nothing against forgetting and shows the problem.
+    Five tasks of two digits each are learned one after the other. 'joint' learns them all at once and is the upper
+    bound; 'finetune' does nothing against forgetting and is the lower bound.
 
     Args:
         options: What to compare.
     """
-    o = options
-    names = ",".join(["joint", *METHODS]) if o.methods == "all" else o.methods
-    facts = {
-        "scenario": o.scenario,
-        "seeds": o.seeds,
-        "epochs": o.epochs,
-        "threads": o.threads,
-        "workers": o.workers,
-        "out": o.out,
-    }
-    plan = Plan(stream="digits", methods=names, **facts)
-    code, results = _run_all(list(cells(plan)), plan, o.force, talk=False)
+    methods = options.methods
+    if methods == "all":
+        methods = ",".join(["joint", *METHODS])
+    grid = Grid(
+        stream="digits",
+        methods=methods,
+        scenario=options.scenario,
+        seeds=options.seeds,
+        epochs=options.epochs,
+        threads=options.threads,
+        workers=options.workers,
+        out=options.out,
+    )
+    exit_code, results = _execute_runs(list(grid_runs(grid)), grid, options.force, print_results=False)
     if results:
         print(overview(results))
-        print(f"\nThe results are in {o.out}; 'everlearn report {o.out}' shows more of them.")
-    return code
+        print(f"\nThe results are in {options.out}; 'everlearn report {options.out}' shows more of them.")
+    return exit_code
 
 
 @app.command
-def advise(*, answers: Annotated[Answers, Parameter(name="*")] = Answers()) -> int:  # noqa: B008
-    """Which method? From a few answers those that fit, best first, with our measured numbers, and why the others do not.
+def advise(*, options: Annotated[AdviseOptions, Parameter(name="*")] = AdviseOptions()) -> int:  # noqa: B008
+    """List the methods that fit a project, best first, with measured results, and reasons against the others.
 
-    On a terminal you are asked what you leave out. Elsewhere what you leave out does not matter. A number of ours is quoted
-    with the published table whose protocol gave it; 'everlearn reproduce' runs it again.
+    On a terminal, options that are not given are asked for; otherwise they are not taken into account. Each result is
+    quoted with the published table whose protocol it follows; 'everlearn reproduce' runs it again.
 
     For example: everlearn advise --scenario class --keep-data no --tasks 10
 
     Args:
-        answers: What is known of your project.
+        options: Constraints of the project.
     """
-    return give_advice(answers)
+    return print_advice(options)
 
 
 @app.command
 def run(
     config: Path | None = None,
     *,
-    plan: Annotated[Plan, Parameter(name="*")] = Plan(),  # noqa: B008 - a frozen model is a safe default
+    grid: Annotated[Grid, Parameter(name="*")] = Grid(),  # noqa: B008 - a frozen model is a safe default
     dry_run: bool = False,
     force: bool = False,
 ) -> int:
@@ -112,109 +113,119 @@ def run(
     For example: ``everlearn run --scenario all --methods finetune,l2,l2+freeze,joint --set l2.strength=0.1 --seeds 5``
 
     Args:
-        config: A YAML file with the options below as keys; options given on the command line win.
-        plan: What to run and how.
-        dry_run: Only say what would be run.
-        force: Run again what is there already.
+        config: YAML file with the options below as keys; options given on the command line win.
+        grid: What to run and how.
+        dry_run: Only print what would be run.
+        force: Repeat runs whose results exist.
     """
-    plan = read(config, plan) if config is not None else plan
-    todo = list(cells(plan))
+    if config is not None:
+        grid = read_grid(config, grid)
+    runs = list(grid_runs(grid))
     if dry_run:
-        print("\n".join(f"{i}. {cell}" for i, cell in enumerate(todo, 1)))
+        print("\n".join(f"{number}. {run}" for number, run in enumerate(runs, 1)))
         return 0
-    code, results = _run_all(todo, plan, force, talk=True)
+    exit_code, results = _execute_runs(runs, grid, force, print_results=True)
     if results:
         print("\n" + table(results))
-    return code
+    return exit_code
 
 
 @app.command
-def reproduce(table: str, *, options: Annotated[Reproduction, Parameter(name="*")] = Reproduction()) -> int:  # noqa: B008
-    """Run a published table's protocol and print its numbers and ours side by side, cell by cell.
+def reproduce(
+    table: str,
+    *,
+    options: Annotated[ReproduceOptions, Parameter(name="*")] = ReproduceOptions(),  # noqa: B008
+) -> int:
+    """Run the protocol of a published table and print published and measured numbers side by side.
 
-    A cell counts as reproduced if the mean over seeds lies within the larger of 1.5 points and two published standard
-    deviations. A run that was stopped goes on where it was: the same command again.
+    A cell counts as reproduced if the mean over seeds is within the larger of 1.5 points and two published standard
+    deviations. Repeat the command to resume runs that were stopped.
 
     Args:
-        table: Its name, as 'everlearn list' gives it, or 'all'.
-        options: Which cells, how often, and where results go.
+        table: Name of the table, as listed by 'everlearn list', or 'all'.
+        options: Cells, number of seeds, and folders.
     """
-    return reproduction(table, options)
+    return reproduce_tables(table, options)
 
 
 @app.command
 def tune(
     config: Path | None = None,
     *,
-    plan: Annotated[Trials, Parameter(name="*")] = Trials(),  # noqa: B008
-    tuning: Annotated[Tuning, Parameter(name="*")] = Tuning(),  # noqa: B008
+    grid: Annotated[TuneGrid, Parameter(name="*")] = TuneGrid(),  # noqa: B008
+    options: Annotated[TuneOptions, Parameter(name="*")] = TuneOptions(),  # noqa: B008
 ) -> int:
-    """Find a method's strength, or other fields, on validation data held back from training.
+    """Tune the strength of a method, or other fields, on validation data held out from training.
 
     For example: everlearn tune --methods ewc,si --stream split-mnist --scenario domain --iterations 500 --trials 16
 
-    Half of the trials are spread over the range, the others go where it is promising; several fields are left to Optuna. The first task is trained once for all trials
-    where the field acts only later, as a penalty's strength does. The same command goes on where it was stopped.
+    Half of the trials are spread evenly over the range, the others refine the promising parts; values of several fields
+    are proposed by Optuna. The first task is trained once for all trials if the field acts only after it, as the
+    strength of a penalty does. Repeat the command to resume a study that was stopped.
 
     Args:
-        config: A YAML file with the options of 'everlearn run' as keys; options given on the command line win.
-        plan: The stream, the methods, and how each is trained.
-        tuning: What to look for.
+        config: YAML file with the options of 'everlearn run' as keys; options given on the command line win.
+        grid: Streams, methods, and training settings.
+        options: Fields to tune, and number of trials.
     """
-    plan = read(config, plan) if config is not None else plan
-    if plan.threads is not None:
-        torch.set_num_threads(plan.threads)
-    tuned(plan, tuning)
+    if config is not None:
+        grid = read_grid(config, grid)
+    if grid.threads is not None:
+        torch.set_num_threads(grid.threads)
+    run_studies(grid, options)
     return 0
 
 
 @app.command
 def update(*, options: Annotated[Updating, Parameter(name="*")]) -> int:
-    """Teach a deployed model new data, and replace it only if it has not forgotten too much of the old.
+    """Train a deployed model on new data, and replace it only if it has not forgotten too much.
 
-    For example: everlearn update --model shop.models:make_model --weights model.safetensors --state state --data new.parquet --method er
+    For example: everlearn update --model shop.models:make_model --weights model.safetensors --state state
+    --data new.parquet --method er
 
-    The state folder holds what the method has learned and an exam of every update. The first update is told of the skills
-    that the model has by --old. Exit codes: 0 accepted, 3 refused because old accuracy has fallen by more than the tolerance and
-    nothing was replaced, 1 something failed, 2 asked wrongly. A killed process leaves model and state of before or of
-    after; the same command goes on.
+    The state folder holds the state of the method and a held-out set of every update. In the first update, --old gives
+    data of what the model has learned before. Exit codes: 0 accepted; 1 failed; 2 wrong usage; 3 refused, because the
+    accuracy on old held-out sets fell by more than the tolerance, and nothing was replaced. If the process is killed,
+    model and state are complete, from before or after the update; repeat the command to resume.
 
     Args:
-        options: The model, the data, the method, and by how much old accuracy may fall.
+        options: Model, data, method, and by how much old accuracy may fall.
     """
     return give_update(options)
 
 
 @app.command
 def report(folder: Path, *, format: Format = "html", out: Path | None = None) -> int:
-    """Show the results of a folder: tables here, and a page with pictures that opens in any browser, offline.
+    """Print the results of a folder as tables, and write a report that any browser opens offline.
 
     Args:
-        folder: Where 'everlearn run' or 'everlearn compare' wrote its results.
-        format: html, a page; md, tables for a document; csv, a line per run; png, the main pictures; text, only what is shown here.
-        out: The file to write; by default 'report' in the folder.
+        folder: Folder of results of 'everlearn run' or 'everlearn compare'.
+        format: html, a page; md, Markdown tables; csv, a line per run; png, the main plots; text, only print the tables.
+        out: File to write; default: 'report' in the folder.
     """
-    whole, code = [], 0
-    for path in files(folder):
+    results = []
+    exit_code = 0
+    for path in result_files(folder):
         try:
-            whole.append(Result.load(path))
+            results.append(Result.load(path))
         except (ValueError, OSError) as error:
-            code = _complain(str(error), 1)
-    if whole:
-        print(table(whole))
-    if whole and format != "text":
-        print(f"\n{write(whole, format, out or folder / f'report.{format}', str(folder))} is written.")
-    return code
+            exit_code = _print_error(str(error), 1)
+    if results:
+        print(table(results))
+    if results and format != "text":
+        report_file = write(results, format, out or folder / f"report.{format}", str(folder))
+        print(f"\nWrote {report_file}.")
+    return exit_code
 
 
 @app.command
 def watch(folder: Path, *, port: int = 0, refresh: Annotated[int, Field(ge=1)] = 10) -> int:
-    """Show the report of a folder on this machine, renewed while runs go on; Ctrl-C ends it.
+    """Serve the report of a folder on this machine, updated while runs are in progress; Ctrl-C ends it.
 
     Args:
-        folder: Where results are, or will be.
-        port: Where to serve; 0 for any that is free.
-        refresh: Seconds after which the page loads itself again.
+        folder: Folder of results, which may still be empty.
+        port: Port to serve on; 0 selects a free one.
+        refresh: Seconds after which the page reloads.
     """
     with server(folder, port, refresh) as page:
         print(f"The report of {printable(str(folder))} is at {page.url} (Ctrl-C to end).", flush=True)
@@ -227,64 +238,79 @@ def watch(folder: Path, *, port: int = 0, refresh: Annotated[int, Field(ge=1)] =
 
 @app.command(name="list")
 def list_everything() -> int:
-    """List the methods, streams and models, a line each."""
-    everything()
+    """List the methods, streams, models and published tables."""
+    print_lists()
     return 0
 
 
 @app.command
 def show(method: str) -> int:
-    """Show a method: what it does, its formula and paper, its fields and their defaults.
+    """Show a method: description, formula, paper, fields and their defaults.
 
     Args:
-        method: Its name, as 'everlearn list' gives it.
+        method: Name of the method, as listed by 'everlearn list'.
     """
-    explain_method(method)
+    print_method(method)
     return 0
 
 
 def start(arguments: Sequence[str]) -> int:
-    """Run a command; 0 when all went well, 1 when something failed, 2 when it was asked wrongly, 130 when stopped."""
+    """Run a command; returns the exit code: 0 success, 1 failure, 2 wrong usage, 130 interrupted."""
+    # A terminal that cannot print ± shows a question mark, not a traceback.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that knows no ± gets a question mark, not a traceback
+            stream.reconfigure(errors="replace")
     try:
         return app(arguments or ["--help"], exit_on_error=False, print_error=False) or 0
     except CycloptsError as error:
-        cause = error.__cause__
-        return _complain(explain(cause) if isinstance(cause, ValidationError) else str(error), 2)
+        if isinstance(error.__cause__, ValidationError):
+            return _print_error(explain(error.__cause__), 2)
+        return _print_error(str(error), 2)
     except ValidationError as error:
-        return _complain(explain(error), 2)
+        return _print_error(explain(error), 2)
     except UsageError as error:
-        return _complain(str(error), 2)
+        return _print_error(str(error), 2)
     except (OSError, ValueError, TypeError, ImportError) as error:
-        return _complain(str(error), 1)
+        return _print_error(str(error), 1)
     except KeyboardInterrupt:
-        return _complain("Stopped. Finished runs are kept; the same command goes on from there.", 130)
+        return _print_error("Stopped. Finished runs are kept; repeat the command to resume.", 130)
 
 
-def _run_all(todo: list[Cell], plan: Plan, force: bool, talk: bool) -> tuple[int, list[Result]]:
-    """Each cell in turn; one that fails is reported and does not stop the others."""
-    done: dict[int, Result] = {}
-    failures: set[str] = set()
-    started = datetime.now(UTC).isoformat(timespec="seconds")
-    with tqdm(total=len(todo), desc="runs", unit="run", leave=False, disable=None) as bar:
-        for ended, (i, outcome) in enumerate(outcomes(todo, plan.workers, plan.threads, force, plan.cluster), 1):
+def _execute_runs(runs: list[GridRun], grid: Grid, force: bool, print_results: bool) -> tuple[int, list[Result]]:
+    """Execute all runs; a failed run is reported and does not stop the others. Returns exit code and results."""
+    results: dict[int, Result] = {}
+    reported_errors: set[str] = set()
+    start_time = datetime.now(UTC).isoformat(timespec="seconds")
+    with tqdm(total=len(runs), desc="runs", unit="run", leave=False, disable=None) as bar:
+        indexed_outcomes = outcomes(runs, grid.workers, grid.threads, force, grid.cluster)
+        for num_ended, (index, outcome) in enumerate(indexed_outcomes, 1):
             bar.update()
             if isinstance(outcome, Exception):
-                why = str(outcome) if str(outcome) not in failures else "as above."
-                failures.add(str(outcome))
-                bar.write(printable_lines(f"everlearn: {todo[i]} failed: {why}"), file=sys.stderr)
+                error = str(outcome)
+                message = "as above." if error in reported_errors else error
+                reported_errors.add(error)
+                bar.write(printable_lines(f"everlearn: {runs[index]} failed: {message}"), file=sys.stderr)
                 continue
-            done[i] = outcome
-            if talk:
-                gone_on = f" (gone on with from {where})" if (where := outcome.made.get("gone_on_from")) else ""
-                note = " (read)" if outcome.made.get("time", "") < started else gone_on
-                bar.write(f"[{ended}/{len(todo)}]{note} {outcome}", file=sys.stdout)
+
+            results[index] = outcome
+            if print_results:
+                note = _provenance_note(outcome, start_time)
+                bar.write(f"[{num_ended}/{len(runs)}]{note} {outcome}", file=sys.stdout)
                 sys.stdout.flush()
-    return (0 if len(done) == len(todo) else 1), [done[i] for i in sorted(done)]
+    exit_code = int(len(results) < len(runs))
+    return exit_code, [results[index] for index in sorted(results)]
 
 
-def _complain(message: str, code: int) -> int:
+def _provenance_note(result: Result, start_time: str) -> str:
+    """Whether a result was read from a file, or its run resumed from a checkpoint."""
+    if result.provenance.get("time", "") < start_time:
+        return " (read)"
+    resumed_from = result.provenance.get("resumed_from")
+    if resumed_from:
+        return f" (resumed at {resumed_from})"
+    return ""
+
+
+def _print_error(message: str, exit_code: int) -> int:
     print(printable_lines(f"everlearn: {message}"), file=sys.stderr)
-    return code
+    return exit_code

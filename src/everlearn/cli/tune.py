@@ -1,4 +1,4 @@
-"""``everlearn tune``: a study per stream, scenario and method, and what came of each as a file that can be run."""
+"""The command ``everlearn tune``: one study per stream, scenario and method, each with a YAML file of the best values."""
 
 from __future__ import annotations
 
@@ -12,188 +12,235 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
-from everlearn import atomic
-from everlearn.cli.names import UsageError, look_up, parse_settings, words
-from everlearn.cli.plan import Cell, Plan, cells, optimizer
-from everlearn.cli.workers import Outcome, outcomes
-from everlearn.method import Method, label, parts
+from everlearn.core.chain import label, methods_of
+from everlearn.core.method import Method
+from everlearn.core.stream import Stream
+from everlearn.experiments.executors import Outcome, outcomes
+from everlearn.experiments.grid import Grid, GridRun, grid_runs, optimizer
+from everlearn.experiments.parsing import UsageError, look_up, parse_settings, split_list
 from everlearn.methods import METHODS
-from everlearn.report.table import columns
-from everlearn.results import amount, readable
-from everlearn.stream import Stream
-from everlearn.trainer import Every
-from everlearn.trainer.training import Training
-from everlearn.tuning import Lost, Trial, Tuned, tune
-from everlearn.tuning.picture import png
-from everlearn.tuning.space import Given
+from everlearn.results.report.table import columns
+from everlearn.results.result import amount, readable
+from everlearn.runtime import files
+from everlearn.trainer import CheckpointEvery
+from everlearn.trainer.settings import Training
+from everlearn.tuning import Trial, Tuned, WorkerLost, tune
+from everlearn.tuning.plot import png
+from everlearn.tuning.search_space import SearchRange
+
+# Options of the search, which the YAML file of the best values leaves out.
+SEARCH_OPTIONS = {
+    "stream",
+    "scenario",
+    "set",
+    "valid",
+    "out",
+    "data",
+    "workers",
+    "cluster",
+    "time_limit",
+    "partition",
+    "track",
+    "seeds",
+}
+FieldRanges = dict[str, dict[str, SearchRange]]  # by class name and field
 
 
-class Tuning(BaseModel):
-    """The options of ``everlearn tune`` beside those of ``everlearn run``."""
+class TuneOptions(BaseModel):
+    """Options of ``everlearn tune`` beside those of ``everlearn run``."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     fields: str = Field(
         "",
-        description="What to tune, as in ewc.strength=1:1e9,ewc.decay; without a range the one that 'everlearn show' tells. "
-        "By default the first field that has one.",
+        description="Fields to tune, as in ewc.strength=1:1e9,ewc.decay; the default range is that of 'everlearn show'. "
+        "By default the first field that has a range.",
     )
-    trials: int = Field(16, ge=1, description="Values to try; a larger number later goes on with the same study.")
-    first: int | None = Field(None, ge=2, description="Choose on so many first tasks alone; by default on all.")
+    trials: int = Field(16, ge=1, description="Number of trials; a larger number later extends the same study.")
+    first: int | None = Field(None, ge=2, description="Tune on this many first tasks only; default: on all.")
     prune: bool = Field(
-        True, description="Give up a trial that is worse than three quarters of those before, after any task."
+        True, description="Stop a trial that is worse than three quarters of the earlier ones, after any task."
     )
 
 
-class Trials(Plan):
-    """What ``everlearn run`` would be told, with the defaults of tuning."""
+class TuneGrid(Grid):
+    """Options of ``everlearn run``, with the defaults of tuning."""
 
     methods: str = Field("ewc", description="Methods, separated by commas, a study each; 'ewc+lwf' chains two.")
-    valid: float = Field(
-        0.1, gt=0, lt=1, description="Share of training examples held back, which the choice is made on."
-    )
+    valid: float = Field(0.1, gt=0, lt=1, description="Fraction of the training examples held out for validation.")
     out: Path = Field(Path("runs/tune"), description="Folder of the studies.")
 
 
-def tuned(plan: Trials, options: Tuning) -> None:
-    """A study for every stream, scenario and method of the plan; seeds are averaged."""
-    if plan.track:
+def run_studies(grid: TuneGrid, options: TuneOptions) -> None:
+    """Run a study for every stream, scenario and method of the grid; scores are averaged over seeds."""
+    if grid.track:
         raise UsageError("Trials are not tracked: leave --track out.")
-    if plan.cluster and plan.workers == 1:
-        raise UsageError("Say how many trials shall run on the cluster at a time, as in --workers 8.")
-    todo, wanted = [cell for cell in cells(plan) if cell.seed == 0], _fields(options.fields)
-    if any(cell.joint for cell in todo):
+    if grid.cluster and grid.workers == 1:
+        raise UsageError("Give the number of trials to run on the cluster at a time, as in --workers 8.")
+    runs = [run for run in grid_runs(grid) if run.seed == 0]
+    if any(run.joint for run in runs):
         raise UsageError("'joint' has no strength to tune: name methods, as in --methods ewc,si.")
-    if strange := set(wanted) - {type(m).__name__ for cell in todo for m in parts(cell.method)}:
+
+    field_ranges = _parse_fields(options.fields)
+    class_names = {type(method).__name__ for run in runs for method in methods_of(run.method)}
+    unused_names = set(field_ranges) - class_names
+    if unused_names:
         raise UsageError(
-            f"--fields names {', '.join(sorted(strange))}, which is not among the methods ({plan.methods})."
+            f"--fields names {', '.join(sorted(unused_names))}, which is not among the methods ({grid.methods})."
         )
-    lost = []
-    for cell in todo:
-        cell = replace(cell, first=options.first)
-        streams = [replace(cell, seed=seed).made() for seed in range(plan.seeds)]
-        folder = plan.out / readable(cell.stream, cell.scenario, label(cell.method))
+
+    lost_studies = []
+    for run in runs:
+        run = replace(run, num_first_tasks=options.first)
+        streams = [replace(run, seed=seed).build_stream() for seed in range(grid.seeds)]
+        folder = grid.out / readable(run.stream, run.scenario, label(run.method))
         try:
-            found = _study(cell, streams, options, wanted, folder)
-        except Lost as error:  # the other studies may be luckier
-            lost.append(f"{_name(cell)}: {error}")
+            tuned = _run_study(run, streams, options, field_ranges, folder)
+        except WorkerLost as error:
+            # The other studies may still succeed.
+            lost_studies.append(f"{_study_name(run)}: {error}")
             continue
-        _show(cell, found, streams[0].exams[0].likelihood.score_name, folder)
-    if lost:
-        raise Lost("\n".join(lost))
+        _report_study(run, tuned, streams[0].test_tasks[0].likelihood.score_name, folder)
+    if lost_studies:
+        raise WorkerLost("\n".join(lost_studies))
 
 
-def _show(cell: Cell, found: Tuned, score: str, folder: Path) -> None:
-    """What came of a study, in files and on paper."""
-    best, picture, data = folder / "best.yaml", folder / "trade-off.png", cell.plan.data
-    atomic.write(best, _file(cell, found).encode())
-    atomic.write(picture, png(found))
-    print(f"{_name(cell)}: averages on validation data, the best first")
-    print(_table(found, score))
-    print(f"\nThe trade-off is drawn in {picture}, runs are in {folder / 'trials'}.")
-    for d in found.at:
-        if not d.words and found.best.values[d.name] in (d.search.low, d.search.high):
-            print(f"The best {d.name} is at an end of its range: look beyond it with --fields.")
-    print(f"On test data: everlearn run {best}{'' if data is None else f' --data {data}'}\n")
+def _report_study(run: GridRun, tuned: Tuned, score_name: str, folder: Path) -> None:
+    """Write the best values and the plot of a study, and print its trials."""
+    best_file = folder / "best.yaml"
+    plot_file = folder / "trade-off.png"
+    files.write(best_file, _best_config(run, tuned).encode())
+    files.write(plot_file, png(tuned))
+
+    print(f"{_study_name(run)}: averages on validation data, best first")
+    print(_trials_table(tuned, score_name))
+    print(f"\nThe trade-off plot is {plot_file}, the runs are in {folder / 'trials'}.")
+    for dimension in tuned.dimensions:
+        range_ends = (dimension.search.low, dimension.search.high)
+        if not dimension.options and tuned.best.values[dimension.name] in range_ends:
+            print(f"The best {dimension.name} is at an end of its range: extend the range with --fields.")
+    data_option = "" if run.grid.data is None else f" --data {run.grid.data}"
+    print(f"On test data: everlearn run {best_file}{data_option}\n")
 
 
-def _name(cell: Cell) -> str:
-    return f"{cell.stream}, {cell.scenario}-incremental, {label(cell.method)}"
+def _study_name(run: GridRun) -> str:
+    return f"{run.stream}, {run.scenario}-incremental, {label(run.method)}"
 
 
-def _study(
-    cell: Cell, streams: list[Stream], options: Tuning, wanted: dict[str, dict[str, Given]], folder: Path
+def _run_study(
+    run: GridRun, streams: list[Stream], options: TuneOptions, field_ranges: FieldRanges, folder: Path
 ) -> Tuned:
-    p = cell.plan
-    fields = {
-        f"{kind}.{name}": given
-        for kind in dict.fromkeys(type(m).__name__ for m in parts(cell.method))
-        for name, given in wanted.get(kind, {}).items()
+    grid = run.grid
+    class_names = dict.fromkeys(type(method).__name__ for method in methods_of(run.method))
+    study_fields = {
+        f"{class_name}.{field}": search_range
+        for class_name in class_names
+        for field, search_range in field_ranges.get(class_name, {}).items()
     }
     training = Training(
-        p.passes(streams[0]), p.iterations, p.batch_size, 0, None, p.clip, p.accumulate, p.precision, None
+        grid.num_epochs(streams[0]),
+        grid.iterations,
+        grid.batch_size,
+        0,
+        None,
+        grid.clip,
+        grid.accumulate,
+        grid.precision,
+        None,
     )
+    run_remotely = None
+    if grid.cluster is not None:
+        run_remotely = partial(_run_on_cluster, run, folder / "trials")
+    # Without a terminal there is no bar: print a line per trial.
+    on_trial = None if sys.stderr.isatty() else _print_trial
     return tune(
-        p.net_maker, cell.method, streams.__getitem__, fields=fields or None, trials=options.trials, seeds=p.seeds,
-        prune=options.prune, training=training, optimizer=optimizer(p), keep_optimizer=p.keep_optimizer, device=p.device,
-        out=folder, workers=p.workers, elsewhere=None if p.cluster is None else partial(_on_cluster, cell, folder / "trials"),
-        checkpoint=Every(p.checkpoint_steps, p.checkpoint_minutes), told=None if sys.stderr.isatty() else _line,
-    )  # fmt: skip
+        grid.model_factory,
+        run.method,
+        streams.__getitem__,
+        fields=study_fields or None,
+        trials=options.trials,
+        seeds=grid.seeds,
+        prune=options.prune,
+        training=training,
+        optimizer=optimizer(grid),
+        keep_optimizer=grid.keep_optimizer,
+        device=grid.device,
+        out=folder,
+        workers=grid.workers,
+        run_remotely=run_remotely,
+        checkpoint=CheckpointEvery(grid.checkpoint_steps, grid.checkpoint_minutes),
+        on_trial=on_trial,
+    )
 
 
-def _on_cluster(cell: Cell, folder: Path, runs: Sequence[tuple[Method, int]]) -> Iterator[tuple[int, Outcome]]:
-    plan = cell.plan.model_copy(update={"out": folder})
-    todo = [replace(cell, plan=plan, method=method, seed=seed) for method, seed in runs]
-    return outcomes(todo, plan.workers, plan.threads, cluster=plan.cluster)
+def _run_on_cluster(
+    run: GridRun, folder: Path, methods_and_seeds: Sequence[tuple[Method, int]]
+) -> Iterator[tuple[int, Outcome]]:
+    grid = run.grid.model_copy(update={"out": folder})
+    trial_runs = [replace(run, grid=grid, method=method, seed=seed) for method, seed in methods_and_seeds]
+    return outcomes(trial_runs, grid.workers, grid.threads, cluster=grid.cluster)
 
 
-def _line(number: int, trials: int, trial: Trial) -> None:
-    """A log, where there is no terminal for a bar."""
-    print(f"trial {number} of {trials}: {trial}", file=sys.stderr, flush=True)
+def _print_trial(number: int, num_trials: int, trial: Trial) -> None:
+    print(f"trial {number} of {num_trials}: {trial}", file=sys.stderr, flush=True)
 
 
-def _fields(text: str) -> dict[str, dict[str, Given]]:
-    """What was typed, by the classes' names."""
-    wanted: dict[str, dict[str, Given]] = {}
-    for word in words(text):
-        path, equals, ends = word.partition("=")
+def _parse_fields(text: str) -> FieldRanges:
+    """Parse fields such as ``ewc.strength=1:1e9`` by class name and field; None is the default range."""
+    field_ranges: FieldRanges = {}
+    for item in split_list(text):
+        path, equals, range_text = item.partition("=")
         if "." not in path:
             raise UsageError(f"A field is named METHOD.FIELD, as in ewc.strength; got {path!r}.")
-        parse_settings([f"{path}=0"])  # refuses what is no field
-        name, _, field = path.strip().partition(".")
-        low, _, high = ends.partition(":")
-        try:
-            given = (float(low), float(high)) if equals else None
-        except ValueError:
-            raise UsageError(f"A range reads LOW:HIGH, as in ewc.strength=1:1e9; got {word!r}.") from None
-        wanted.setdefault(look_up("method", name, METHODS).__name__, {})[field] = given
-    return wanted
+        # Parsing a setting raises if there is no such field.
+        parse_settings([f"{path}=0"])
+
+        method_name, _, field = path.strip().partition(".")
+        low, _, high = range_text.partition(":")
+        search_range: SearchRange = None
+        if equals:
+            try:
+                search_range = (float(low), float(high))
+            except ValueError:
+                raise UsageError(f"A range reads LOW:HIGH, as in ewc.strength=1:1e9; got {item!r}.") from None
+        class_name = look_up("method", method_name, METHODS).__name__
+        field_ranges.setdefault(class_name, {})[field] = search_range
+    return field_ranges
 
 
-def _file(cell: Cell, found: Tuned) -> str:
-    """The configuration that was found, for 'everlearn run': all of it but where this search looked and what it kept back."""
-    p, names = cell.plan, {kind: name for name, kind in METHODS.items()}
-    ours = p.model_dump(
-        mode="json",
-        exclude={
-            "stream",
-            "scenario",
-            "set",
-            "valid",
-            "out",
-            "data",
-            "workers",
-            "cluster",
-            "time_limit",
-            "partition",
-            "track",
-            "seeds",
-        },
-    )
-    methods = parts(found.method)
-    settings = {names[type(m)]: own for m in methods if (own := _own(m))}
-    chosen = {
-        "stream": cell.stream,
-        "scenario": cell.scenario,
-        **ours,
-        "methods": "+".join(names[type(m)] for m in methods),
+def _best_config(run: GridRun, tuned: Tuned) -> str:
+    """YAML file for ``everlearn run`` with the best values and the training settings of the study."""
+    method_names = {method_class: name for name, method_class in METHODS.items()}
+    methods = methods_of(tuned.method)
+    settings = {}
+    for method in methods:
+        changed_fields = _changed_fields(method)
+        if changed_fields:
+            settings[method_names[type(method)]] = changed_fields
+
+    config = {
+        "stream": run.stream,
+        "scenario": run.scenario,
+        **run.grid.model_dump(mode="json", exclude=SEARCH_OPTIONS),
+        "methods": "+".join(method_names[type(method)] for method in methods),
     }
-    head = f"# Found by everlearn tune: {found.best}, on validation data.\n"
-    return head + yaml.safe_dump(
-        {**{k: v for k, v in chosen.items() if v is not None}, "set": settings}, sort_keys=False
-    )
+    config = {key: value for key, value in config.items() if value is not None}
+    header = f"# Found by everlearn tune: {tuned.best}, on validation data.\n"
+    return header + yaml.safe_dump({**config, "set": settings}, sort_keys=False)
 
 
-def _own(method: Method) -> dict[str, Any]:
-    """The fields that are not at their default."""
-    return {f.name: v for f in fields(method) if (v := getattr(method, f.name)) != f.default}
+def _changed_fields(method: Method) -> dict[str, Any]:
+    """Fields of a method that differ from their defaults."""
+    values = {field.name: getattr(method, field.name) for field in fields(method)}
+    return {field.name: values[field.name] for field in fields(method) if values[field.name] != field.default}
 
 
-def _table(found: Tuned, score: str) -> str:
-    names = list(found.best.values)
-    rows = [[*names, f"average {score}", "old tasks", "new tasks", ""]]
-    for trial in sorted(found.trials, key=lambda t: (t.score is None, -(t.score or 0))):
-        values = [f"{v:.4g}" if isinstance(v, float) else str(v) for v in trial.values.values()]
-        numbers = ["–" if v is None else amount(v, score) for v in (trial.score, trial.old, trial.new)]
-        rows.append([*values, *numbers, trial.why.split(":")[0]])
+def _trials_table(tuned: Tuned, score_name: str) -> str:
+    """Table of all trials, best first, failed ones last."""
+    rows = [[*tuned.best.values, f"average {score_name}", "old tasks", "new tasks", ""]]
+    for trial in sorted(tuned.trials, key=lambda trial: (trial.score is None, -(trial.score or 0))):
+        values = [f"{value:.4g}" if isinstance(value, float) else str(value) for value in trial.values.values()]
+        scores = (trial.score, trial.old, trial.new)
+        score_texts = ["–" if score is None else amount(score, score_name) for score in scores]
+        rows.append([*values, *score_texts, trial.failure.split(":")[0]])
     return columns(rows)

@@ -1,11 +1,11 @@
-"""The Fisher information and its kin: quadratic forms on parameters, and the estimators that make them."""
+"""Fisher information and related importances: quadratic forms on parameters, and their estimators."""
 
 from everlearn.curvature.diagonal import Diagonal
 from everlearn.curvature.divergence import gaussian_kl, kl, predictive_kl
 from everlearn.curvature.fisher import FisherEstimator, fisher, from_adam
 from everlearn.curvature.full import Full
 from everlearn.curvature.kronecker import Kronecker
-from everlearn.curvature.picture import histogram
+from everlearn.curvature.plot import histogram
 from everlearn.curvature.quadratic import Quadratic
 from everlearn.curvature.sensitivity import sensitivity
 

@@ -1,4 +1,4 @@
-"""The diagonal quadratic form: one number per parameter."""
+"""Diagonal quadratic form: one number per parameter."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everlearn.params import Params, grown, is_sharded, on_shares, squared_size
+from everlearn.core.parameters import Params, grown, is_sharded, on_shares, squared_size
 
 
 @dataclass(eq=False, repr=False)
 class Diagonal:
-    """δᵀ F δ = Σᵢ Fᵢ ``|δᵢ|²``, a real number per parameter.
+    """Diagonal form with a real number per parameter: δᵀ F δ = Σᵢ Fᵢ ``|δᵢ|²``.
 
     Args:
-        values: by parameter name.
+        values: the diagonal of F, by parameter name.
 
     >>> F = Diagonal({"w": torch.tensor([1.0, 3.0])})
     >>> F.quad({"w": torch.tensor([2.0, 1.0])})
@@ -29,111 +29,144 @@ class Diagonal:
     values: Params = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        return f"Diagonal({sizes(self.values)})"
+        return f"Diagonal({format_shapes(self.values)})"
 
     @property
     def names(self) -> set[str]:
-        """The parameters it knows."""
+        """Names of the parameters in the form."""
         return set(self.values)
 
     def times(self, vector: Params) -> Params:
-        """F v, as far as both know a parameter."""
-        known = [n for n in vector if n in self.values]
-        if not known:
+        """Compute F v for the parameters present in both."""
+        names = [name for name in vector if name in self.values]
+        if not names:
             return {}
-        v = [vector[n] for n in known]
-        product = torch._foreach_mul([on(self.values[n], v[i]) for i, n in enumerate(known)], v)
-        return dict(zip(known, product, strict=True))
+
+        entries = [vector[name] for name in names]
+        diagonal = [to_device_of(self.values[name], vector[name]) for name in names]
+        products = torch._foreach_mul(diagonal, entries)
+        return dict(zip(names, products, strict=True))
 
     def quad(self, delta: Params) -> Tensor:
-        """δᵀ F δ over the parameters both know."""
-        parts = [(self.values[n] * squared_size(d)).sum() for n, d in delta.items() if n in self.values]
-        return torch.stack(parts).sum() if parts else torch.zeros(())
+        """Compute δᵀ F δ over the parameters present in both."""
+        terms = [(self.values[name] * squared_size(d)).sum() for name, d in delta.items() if name in self.values]
+        if not terms:
+            return torch.zeros(())
+        return torch.stack(terms).sum()
 
     def solve(self, vector: Params, damping: float = 0.0) -> Params:
-        """(F + damping)⁻¹ v."""
-        return finite({n: v / (self.values[n] + damping) for n, v in vector.items()}, damping)
+        """Compute (F + damping)⁻¹ v."""
+        solution = {name: v / (self.values[name] + damping) for name, v in vector.items()}
+        return check_solution(solution, damping)
 
     def diagonal(self) -> Params:
-        """Itself, as plain tensors."""
+        """Return the diagonal by parameter name."""
         return dict(self.values)
 
     def trace(self) -> float:
-        """Σᵢ Fᵢ."""
-        return float(sum(v.sum().item() for v in self.values.values()))
+        """Compute Σᵢ Fᵢ."""
+        return float(sum(value.sum().item() for value in self.values.values()))
 
     def weighted(self, weights: Mapping[str, float]) -> Diagonal:
-        """√W F √W with a weight per parameter; parameters without one are left out."""
-        return Diagonal({n: v * weights[n] for n, v in self.values.items() if n in weights})
+        """Compute √W F √W with a weight per parameter; parameters without a weight are dropped."""
+        return Diagonal({name: value * weights[name] for name, value in self.values.items() if name in weights})
 
     def damped(self, value: float) -> Diagonal:
-        """F + value · 1."""
-        return Diagonal({n: v + value for n, v in self.values.items()})
+        """Compute F + value · I."""
+        return Diagonal({name: entries + value for name, entries in self.values.items()})
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Diagonal:
-        """Kept elsewhere, or in another precision."""
-        return Diagonal({n: v.to(device, dtype) for n, v in self.values.items()})
+        """Move the form to a device or convert it to a dtype."""
+        return Diagonal({name: value.to(device, dtype) for name, value in self.values.items()})
 
     def halved(self, seed: int) -> Diagonal:
-        """In bfloat16, each number up or down at random so that on average it is itself: a sum of many small ones goes on growing."""
-        return Diagonal({n: _halved(v, (seed << 20) + i) for i, (n, v) in enumerate(self.values.items())})
+        """Convert to bfloat16 by stochastic rounding.
+
+        Each number is rounded up or down at random, and its expectation is the number itself. A running sum of many
+        small importances therefore keeps growing, where rounding to nearest would stop it.
+
+        Args:
+            seed: of the random rounding.
+        """
+        rounded = {}
+        for index, (name, value) in enumerate(self.values.items()):
+            rounded[name] = _round_stochastically(value, (seed << 20) + index)
+        return Diagonal(rounded)
 
     def __add__(self, other: Diagonal) -> Diagonal:
         if not isinstance(other, Diagonal):
             return NotImplemented
-        return Diagonal(merged(self.values, other.values, grown_sum))
+        return Diagonal(merge_dicts(self.values, other.values, grown_sum))
 
     def __mul__(self, scale: float) -> Diagonal:
-        return Diagonal({n: v * scale for n, v in self.values.items()})
+        return Diagonal({name: value * scale for name, value in self.values.items()})
 
     __rmul__ = __mul__
 
     def state_dict(self) -> dict[str, Any]:
-        """For saving."""
+        """Return the state for saving."""
         return dict(self.values)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what was saved."""
+        """Load a saved state."""
         self.values = dict(state)
 
 
-def finite(solved: Params, damping: float) -> Params:
-    """What was solved, or an error that asks for damping."""
+def check_solution(solution: Params, damping: float) -> Params:
+    """Return the solution of a linear system; raise if it is not finite."""
     if damping < 0:
         raise ValueError(f"damping must be 0 or more, got {damping}.")
-    if not all(v.isfinite().all() for v in solved.values()):
+    if not all(value.isfinite().all() for value in solution.values()):
         raise ValueError(f"The form is singular with damping {damping}: use a larger one.")
-    return solved
+    return solution
 
 
-def on(own: Tensor, other: Tensor) -> Tensor:
-    """A tensor where the other is."""
-    return own if own.device == other.device else own.to(other.device)
+def to_device_of(tensor: Tensor, reference: Tensor) -> Tensor:
+    """Return the tensor on the device of the reference."""
+    if tensor.device == reference.device:
+        return tensor
+    return tensor.to(reference.device)
+
+
+# The former name, which methods/regularization/si.py imports.
+on = to_device_of
 
 
 def grown_sum(a: Tensor, b: Tensor) -> Tensor:
-    """The sum; a layer that has grown in between counts as zero where it was not."""
+    """Add two tensors, each padded with zeros to the larger size along every axis.
+
+    Shapes differ where a layer was widened between two importances.
+    """
     if a.shape == b.shape:
         return a + b
-    shape = [max(pair) for pair in zip(a.shape, b.shape, strict=True)]
+    shape = [max(lengths) for lengths in zip(a.shape, b.shape, strict=True)]
     return grown(a, shape) + grown(b, shape)
 
 
-def sizes(values: Params) -> str:
-    """Shapes for people, instead of thousands of numbers."""
-    return ", ".join(f"{n} {'×'.join(map(str, v.shape)) or 'scalar'}" for n, v in values.items())
+def format_shapes(values: Params) -> str:
+    """Format names and shapes for ``repr``, without the numbers."""
+    return ", ".join(f"{name} {'×'.join(map(str, value.shape)) or 'scalar'}" for name, value in values.items())
 
 
-def _halved(value: Tensor, seed: int) -> Tensor:
-    """The upper half of the bits, after a number below the lower half's end was added to it: stochastic rounding."""
+def _round_stochastically(value: Tensor, seed: int) -> Tensor:
+    """Round to bfloat16, up or down with probabilities that keep the expectation.
+
+    bfloat16 is the upper half of a float32. Uniform noise below the lowest kept bit is added before the lower half is
+    cut off.
+    """
     if is_sharded(value):
-        return on_shares(lambda share: _halved(share, seed), value)
+        return on_shares(lambda share: _round_stochastically(share, seed), value)
+
     bits = value.float().view(torch.int32)
-    draw = torch.Generator(bits.device).manual_seed(seed)
-    noise = torch.randint(2**16, bits.shape, generator=draw, device=bits.device, dtype=torch.int32)
+    generator = torch.Generator(bits.device).manual_seed(seed)
+    noise = torch.randint(2**16, bits.shape, generator=generator, device=bits.device, dtype=torch.int32)
     return noise.add_(bits).bitwise_and_(-(2**16)).view(torch.float32).bfloat16()
 
 
-def merged(a: dict[str, Any], b: dict[str, Any], join: Callable[[Any, Any], Any]) -> dict[str, Any]:
-    """Both dicts as one; what both have, joined."""
-    return {n: join(a[n], b[n]) if n in a and n in b else a.get(n, b.get(n)) for n in {**a, **b}}
+def merge_dicts(a: dict[str, Any], b: dict[str, Any], combine: Callable[[Any, Any], Any]) -> dict[str, Any]:
+    """Merge two dicts; values whose key is in both are combined."""
+    merged = {**a, **b}
+    for name in merged:
+        if name in a and name in b:
+            merged[name] = combine(a[name], b[name])
+    return merged

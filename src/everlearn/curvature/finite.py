@@ -1,4 +1,4 @@
-"""Importances that are not finite, and what in the data or the model is to blame."""
+"""Check that importances are finite, and explain where NaN or infinite values come from."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from everlearn.core.data_source import Arrays
+from everlearn.core.task import Task
 from everlearn.curvature.quadratic import Form
-from everlearn.data import Arrays
-from everlearn.stream import Task
 
 
 def check_finite(form: Form, model: nn.Module, task: Task) -> None:
-    """Refuse an importance with NaN or infinite entries; it is looked at once, after the pass over the data."""
+    """Raise if an importance has NaN or infinite entries.
+
+    Called once, after the pass over the data, so that a step pays nothing for it.
+    """
     if all(bool(value.isfinite().all()) for value in form.diagonal().values()):
         return
     raise FloatingPointError(
@@ -23,27 +26,35 @@ def check_finite(form: Form, model: nn.Module, task: Task) -> None:
 
 
 def _explain(model: nn.Module, task: Task) -> str:
-    """What is to blame, and what to do."""
+    """Describe the cause and the remedy."""
     if any(not p.isfinite().all() for p in model.parameters()):
         return (
             "the model's weights hold NaN or infinite numbers: train it with a lower learning rate, or clip gradients"
         )
+
     if isinstance(task.train, Arrays):
         for kind, values in (("inputs", task.train.x), ("targets", task.train.y)):
-            if found := _count_broken(values):
-                return f"{found} NaN or infinite {kind}: leave these examples out, or put numbers in their place"
+            summary = _summarize_nonfinite_rows(values)
+            if summary:
+                return f"{summary} NaN or infinite {kind}: remove these examples, or replace the values"
+
     return (
-        "look for NaN or infinite numbers in the inputs and in targets, and for operations of the model with an infinite "
-        "gradient (a square root or a logarithm at 0)"
+        "look for NaN or infinite numbers in the inputs and in targets, and for operations of the model with an "
+        "infinite gradient (a square root or a logarithm at 0)"
     )
 
 
-def _count_broken(values: Any) -> str:
-    """How many rows hold a number that is not finite, and the first of them; empty where none does."""
-    tensors = [v for v in tree_leaves(values) if isinstance(v, Tensor) and (v.is_floating_point() or v.is_complex())]
+def _summarize_nonfinite_rows(values: Any) -> str:
+    """Count the rows with a NaN or infinite number and name the first; empty if there are none."""
+    leaves = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in leaves if leaf.is_floating_point() or leaf.is_complex()]
     if not tensors:
         return ""
-    broken = torch.stack([~v.isfinite().reshape(len(v), -1).all(1) for v in tensors]).any(0)
-    if not broken.any():
+
+    flags_per_tensor = [~tensor.isfinite().reshape(len(tensor), -1).all(1) for tensor in tensors]
+    nonfinite_rows = torch.stack(flags_per_tensor).any(0)
+    if not nonfinite_rows.any():
         return ""
-    return f"{int(broken.sum())} of {len(broken)} examples (first: example {int(broken.nonzero()[0])}) have"
+
+    first_row = int(nonfinite_rows.nonzero()[0])
+    return f"{int(nonfinite_rows.sum())} of {len(nonfinite_rows)} examples (first: example {first_row}) have"

@@ -1,4 +1,4 @@
-"""The Kronecker-factored quadratic form: a pair of small matrices per layer."""
+"""Kronecker-factored quadratic form: a pair of small matrices per layer."""
 
 from __future__ import annotations
 
@@ -9,30 +9,36 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from everlearn.curvature.diagonal import Diagonal, finite, merged, on, sizes
-from everlearn.params import Params, grown
+from everlearn.core.parameters import Params, grown
+from everlearn.curvature.diagonal import Diagonal, check_solution, format_shapes, merge_dicts, to_device_of
 
-Damping = Literal["eigenbasis", "factored"]
+SolveMethod = Literal["eigenbasis", "factored"]
 
 
 class Pair(NamedTuple):
-    """The factors of one layer: F ≈ G ⊗ A in the order of ``weight.flatten()``, the bias as a last column of A's side."""
+    """Kronecker factors of a layer: F ≈ G ⊗ A in the order of ``weight.flatten()``.
 
-    inputs: Tensor  # A
-    outputs: Tensor  # G
+    Args:
+        inputs: A, with the bias as its last row and column.
+        outputs: G.
+    """
+
+    inputs: Tensor
+    outputs: Tensor
 
 
 @dataclass(eq=False, repr=False)
 class Kronecker:
-    """δᵀ F δ = Σ over layers of tr(Δᵀ G Δ A), with Δ the layer's δ as a matrix [outputs, inputs (+ 1 for the bias)].
+    """Kronecker-factored form: δᵀ F δ = Σ over layers of tr(Δᵀ G Δ A).
 
-    A sum of such forms keeps a list of pairs per layer, because a sum of Kronecker products is not one; parameters outside
-    linear and convolutional layers have a diagonal.
+    Δ is the layer's δ as a matrix [outputs, inputs (+ 1 for the bias)]. A sum of such forms stores a list of pairs per
+    layer, because a sum of Kronecker products is not a Kronecker product. Parameters outside linear and convolutional
+    layers have a diagonal.
 
     Args:
         layers: a list of pairs for each weight.
-        biases: the name of the bias that goes with a weight.
-        rest: all other parameters.
+        biases: the name of the bias that belongs to a weight.
+        rest: the diagonal of all other parameters.
         shapes: of weights that are not matrices.
     """
 
@@ -42,233 +48,306 @@ class Kronecker:
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        pairs = (f"{w} {len(p)} × ({len(p[0].outputs)}² ⊗ {len(p[0].inputs)}²)" for w, p in self.layers.items())
-        return f"Kronecker({', '.join([*pairs, *filter(None, [sizes(self.rest.values)])])})"
+        parts = []
+        for weight, pairs in self.layers.items():
+            parts.append(f"{weight} {len(pairs)} × ({len(pairs[0].outputs)}² ⊗ {len(pairs[0].inputs)}²)")
+        if self.rest.values:
+            parts.append(format_shapes(self.rest.values))
+        return f"Kronecker({', '.join(parts)})"
 
     @property
     def names(self) -> set[str]:
-        """The parameters it knows."""
+        """Names of the parameters in the form."""
         return {*self.layers, *self.biases.values(), *self.rest.values}
 
     def times(self, vector: Params) -> Params:
-        """F v, as far as both know a parameter."""
+        """Compute F v for the parameters present in both."""
         product = self.rest.times(vector)
-        for weight, pairs in self.layers.items():
-            if weight in vector or self.biases.get(weight) in vector:
-                v = self._matrix(weight, vector).to(pairs[0].inputs.dtype)
-                found = torch.stack([on(g, v) @ v @ on(a, v) for a, g in pairs]).sum(0)
-                product = merged(product, self._params(weight, found), torch.add)  # a bias may have been frozen once
-        return {n: product[n] for n in vector if n in product}
-
-    def quad(self, delta: Params) -> Tensor:
-        """δᵀ F δ over the parameters both know."""
-        parts = [(delta[n].conj() * f).real.sum() for n, f in self.times(delta).items()]
-        return torch.stack(parts).sum() if parts else torch.zeros(())
-
-    def solve(self, vector: Params, damping: float = 0.0, manner: Damping = "eigenbasis") -> Params:
-        """(F + damping)⁻¹ v.
-
-        Args:
-            vector: by parameter name.
-            damping: added to F.
-            manner: "eigenbasis" is exact; "factored" damps A and G apart (Martens & Grosse, 2015), which is cheaper where
-                factors change often and is another matrix. A sum of several pairs, or of a pair and a diagonal, is solved by
-                conjugate gradients.
-        """
-        if manner not in ("eigenbasis", "factored"):
-            raise ValueError(f"manner: got {manner!r}, allowed: 'eigenbasis', 'factored'.")
-        alone = self.rest.names - {*self.layers, *self.biases.values()}
-        solved = self.rest.solve({n: v for n, v in vector.items() if n in alone}, damping)
         for weight, pairs in self.layers.items():
             if weight not in vector and self.biases.get(weight) not in vector:
                 continue
-            v = self._matrix(weight, vector)
-            own = {n: self.rest.values[n] for n in (weight, self.biases.get(weight, "")) if n in self.rest.values}
-            if len(pairs) > 1 or own:
-                x = _conjugate_gradients(pairs, v, self._matrix(weight, own) + damping if own else damping)
+            v = self._to_matrix(weight, vector).to(pairs[0].inputs.dtype)
+            terms = [to_device_of(g, v) @ v @ to_device_of(a, v) for a, g in pairs]
+            layer_product = self._to_params(weight, torch.stack(terms).sum(0))
+
+            # Added, not assigned: a bias that was frozen for a while is in the layer and in the rest.
+            product = merge_dicts(product, layer_product, torch.add)
+        return {name: product[name] for name in vector if name in product}
+
+    def quad(self, delta: Params) -> Tensor:
+        """Compute δᵀ F δ over the parameters present in both."""
+        terms = [(delta[name].conj() * product).real.sum() for name, product in self.times(delta).items()]
+        if not terms:
+            return torch.zeros(())
+        return torch.stack(terms).sum()
+
+    def solve(self, vector: Params, damping: float = 0.0, method: SolveMethod = "eigenbasis") -> Params:
+        """Compute (F + damping)⁻¹ v.
+
+        A layer with several pairs, or with a pair and a diagonal, is solved by conjugate gradients.
+
+        Args:
+            vector: v, by parameter name.
+            damping: added to F.
+            method: "eigenbasis" is exact. "factored" damps A and G separately (Martens & Grosse, 2015), which is
+                cheaper where factors change often, and approximates the damped matrix.
+        """
+        if method not in ("eigenbasis", "factored"):
+            raise ValueError(f"method: got {method!r}, allowed: 'eigenbasis', 'factored'.")
+        only_diagonal = self.rest.names - {*self.layers, *self.biases.values()}
+        solution = self.rest.solve({name: v for name, v in vector.items() if name in only_diagonal}, damping)
+
+        for weight, pairs in self.layers.items():
+            layer_names = (weight, self.biases.get(weight, ""))
+            if not any(name in vector for name in layer_names):
+                continue
+            v = self._to_matrix(weight, vector)
+            layer_diagonal = {name: self.rest.values[name] for name in layer_names if name in self.rest.values}
+
+            if layer_diagonal:
+                x = _solve_conjugate_gradients(pairs, v, self._to_matrix(weight, layer_diagonal) + damping)
+            elif len(pairs) > 1:
+                x = _solve_conjugate_gradients(pairs, v, damping)
+            elif method == "factored":
+                x = _solve_factored(pairs[0], v, damping)
             else:
-                x = _factored(pairs[0], v, damping) if manner == "factored" else _eigenbasis(pairs[0], v, damping)
-            solved |= self._params(weight, x)
-        return finite({n: solved[n] for n in vector}, damping)
+                x = _solve_eigenbasis(pairs[0], v, damping)
+            solution |= self._to_params(weight, x)
+
+        return check_solution({name: solution[name] for name in vector}, damping)
 
     def diagonal(self) -> Params:
-        """The diagonal by name."""
+        """Return the diagonal by parameter name."""
         values = dict(self.rest.values)
         for weight, pairs in self.layers.items():
-            d = torch.stack([torch.outer(g.diagonal(), a.diagonal()) for a, g in pairs]).sum(0)
-            values = merged(values, self._params(weight, d), torch.add)
+            terms = [torch.outer(g.diagonal(), a.diagonal()) for a, g in pairs]
+            values = merge_dicts(values, self._to_params(weight, torch.stack(terms).sum(0)), torch.add)
         return values
 
     def trace(self) -> float:
-        """tr(A ⊗ G) = tr A · tr G, summed."""
-        return self.rest.trace() + float(sum(a.trace() * g.trace() for pairs in self.layers.values() for a, g in pairs))
+        """Compute the trace, by tr(G ⊗ A) = tr G · tr A."""
+        layer_traces = [a.trace() * g.trace() for pairs in self.layers.values() for a, g in pairs]
+        return self.rest.trace() + float(sum(layer_traces))
 
     def weighted(self, weights: Mapping[str, float]) -> Kronecker:
-        """√W F √W with a weight per parameter; parameters without one count nothing."""
+        """Compute √W F √W with a weight per parameter; parameters without a weight become zero."""
         layers = {}
         for weight, pairs in self.layers.items():
-            own, bias = weights.get(weight, 0.0), weights.get(self.biases.get(weight, ""), 0.0)
-            if own or bias:
-                root = pairs[0].inputs.new_full((len(pairs[0].inputs),), own**0.5)
-                root[len(root) - (weight in self.biases) :] = bias**0.5
-                layers[weight] = [Pair(root[:, None] * a * root, g) for a, g in pairs]
-        biases = {w: b for w, b in self.biases.items() if w in layers}
+            weight_scale = weights.get(weight, 0.0)
+            bias_scale = weights.get(self.biases.get(weight, ""), 0.0)
+            if not weight_scale and not bias_scale:
+                continue
+
+            # √W acts on the inputs' side, where the bias is the last column.
+            size = len(pairs[0].inputs)
+            root = pairs[0].inputs.new_full((size,), weight_scale**0.5)
+            if weight in self.biases:
+                root[size - 1 :] = bias_scale**0.5
+            layers[weight] = [Pair(root[:, None] * a * root, g) for a, g in pairs]
+
+        biases = {weight: bias for weight, bias in self.biases.items() if weight in layers}
         return Kronecker(layers, biases, self.rest.weighted(weights), self.shapes)
 
     def damped(self, value: float) -> Kronecker:
-        """F + value · 1, as another pair per layer."""
-        layers = {w: [*p, Pair(_eye(p[0].inputs), value * _eye(p[0].outputs))] for w, p in self.layers.items()}
+        """Compute F + value · I, as another pair per layer."""
+        layers = {}
+        for weight, pairs in self.layers.items():
+            identity_pair = Pair(_eye_like(pairs[0].inputs), value * _eye_like(pairs[0].outputs))
+            layers[weight] = [*pairs, identity_pair]
         return Kronecker(layers, self.biases, self.rest.damped(value), self.shapes)
 
-    def compact(self, most: int) -> Kronecker:
-        """At most so many pairs per layer: the oldest two become one, again and again.
+    def compact(self, max_pairs: int) -> Kronecker:
+        """Merge the two oldest pairs of each layer until at most ``max_pairs`` remain.
 
             G₁ ⊗ A₁ + G₂ ⊗ A₂  ≈  (G₁ + G₂) ⊗ (tr G₁ · A₁ + tr G₂ · A₂) / (tr G₁ + tr G₂)
 
-        One factor is summed, the other averaged by weight, so that the trace stays and T equal pairs make T times the one;
-        adding both factors would make it T².
+        One factor is summed, the other is a weighted mean. The trace is preserved, and T equal pairs give T times one
+        of them; summing both factors would give T² times.
         """
-
-        def few(pairs: list[Pair]) -> list[Pair]:
-            while len(pairs) > most:
-                (a, g), (b, h), *rest = pairs
-                share = g.trace() / (g.trace() + h.trace()).clamp(min=torch.finfo(g.dtype).tiny)
-                pairs = [Pair(share * a + (1 - share) * b, g + h), *rest]
-            return pairs
-
-        return Kronecker({w: few(p) for w, p in self.layers.items()}, self.biases, self.rest, self.shapes)
+        layers = {weight: _merge_oldest(pairs, max_pairs) for weight, pairs in self.layers.items()}
+        return Kronecker(layers, self.biases, self.rest, self.shapes)
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Kronecker:
-        """Kept elsewhere, or in another precision."""
-        layers = {w: [Pair(a.to(device, dtype), g.to(device, dtype)) for a, g in p] for w, p in self.layers.items()}
+        """Move the form to a device or convert it to a dtype."""
+        layers = {}
+        for weight, pairs in self.layers.items():
+            layers[weight] = [Pair(a.to(device, dtype), g.to(device, dtype)) for a, g in pairs]
         return Kronecker(layers, self.biases, self.rest.to(device, dtype), self.shapes)
 
     def __add__(self, other: Kronecker) -> Kronecker:
         if not isinstance(other, Kronecker):
             return NotImplemented
         biases = {**self.biases, **other.biases}
-        shapes = merged(self.shapes, other.shapes, lambda a, b: tuple(map(max, a, b)))
+        shapes = merge_dicts(self.shapes, other.shapes, lambda a, b: tuple(map(max, a, b)))
         layers = {**self.layers, **other.layers}
+
+        # A layer that was widened between the two forms takes the larger size.
         for weight in self.layers.keys() & other.layers.keys():
-            widths = [len(f.layers[weight][0].inputs) - (weight in f.biases) for f in (self, other)]
-            outputs = max(len(f.layers[weight][0].outputs) for f in (self, other))
+            input_sizes = [form._num_inputs(weight) for form in (self, other)]
+            num_outputs = max(len(form.layers[weight][0].outputs) for form in (self, other))
             layers[weight] = [
-                _grown(pair, width, weight in form.biases, max(widths), weight in biases, outputs)
-                for form, width in zip((self, other), widths, strict=True)
+                _pad_pair(pair, input_size, weight in form.biases, max(input_sizes), weight in biases, num_outputs)
+                for form, input_size in zip((self, other), input_sizes, strict=True)
                 for pair in form.layers[weight]
             ]
         return Kronecker(layers, biases, self.rest + other.rest, shapes)
 
     def __mul__(self, scale: float) -> Kronecker:
-        layers = {w: [Pair(a, g * scale) for a, g in pairs] for w, pairs in self.layers.items()}
+        layers = {weight: [Pair(a, g * scale) for a, g in pairs] for weight, pairs in self.layers.items()}
         return Kronecker(layers, self.biases, self.rest * scale, self.shapes)
 
     __rmul__ = __mul__
 
-    def mixed(self, other: Kronecker, decay: float) -> Kronecker:
-        """The running average of the factors, decay · own + (1 - decay) · other, which stays one pair per layer.
+    def average_with(self, other: Kronecker, decay: float) -> Kronecker:
+        """Compute the running average of the factors, decay · self + (1 - decay) · other, with one pair per layer.
 
-        Of a layer that only one of them has met the inputs' factor, a mean over the examples that met it, stays; the outputs'
-        factor, a mean over all, counts as zero in the other.
+        A layer may be in only one of the two forms. Its factor A, a mean over the examples that use the layer, is then
+        kept. Its factor G, a mean over all examples, counts as zero in the other form.
         """
-        both = self + other
+        joint = self + other
         layers: dict[str, list[Pair]] = {}
-        for weight, pairs in both.layers.items():
+        for weight, pairs in joint.layers.items():
             if weight in self.layers and weight in other.layers:
-                own, new = pairs
-                layers[weight] = [Pair(*(decay * a + (1 - decay) * b for a, b in zip(own, new, strict=True)))]
+                old, new = pairs
+                inputs = decay * old.inputs + (1 - decay) * new.inputs
+                outputs = decay * old.outputs + (1 - decay) * new.outputs
+                layers[weight] = [Pair(inputs, outputs)]
+            elif weight in self.layers:
+                layers[weight] = [Pair(pairs[0].inputs, decay * pairs[0].outputs)]
             else:
-                share = decay if weight in self.layers else 1 - decay
-                layers[weight] = [Pair(pairs[0].inputs, share * pairs[0].outputs)]
+                layers[weight] = [Pair(pairs[0].inputs, (1 - decay) * pairs[0].outputs)]
+
         rest = self.rest * decay + other.rest * (1 - decay)
-        return Kronecker(layers, both.biases, rest, both.shapes)
+        return Kronecker(layers, joint.biases, rest, joint.shapes)
 
     def state_dict(self) -> dict[str, Any]:
-        """For saving."""
+        """Return the state for saving."""
         return {
-            "layers": {w: [list(pair) for pair in pairs] for w, pairs in self.layers.items()},
+            "layers": {weight: [list(pair) for pair in pairs] for weight, pairs in self.layers.items()},
             "biases": dict(self.biases),
             "rest": self.rest.state_dict(),
-            "shapes": {w: list(s) for w, s in self.shapes.items()},
+            "shapes": {weight: list(shape) for weight, shape in self.shapes.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what was saved."""
-        self.layers = {w: [Pair(*pair) for pair in pairs] for w, pairs in state["layers"].items()}
+        """Load a saved state."""
+        self.layers = {weight: [Pair(*pair) for pair in pairs] for weight, pairs in state["layers"].items()}
         self.biases = dict(state["biases"])
         self.rest.load_state_dict(state["rest"])
-        self.shapes = {w: tuple(s) for w, s in state["shapes"].items()}
+        self.shapes = {weight: tuple(shape) for weight, shape in state["shapes"].items()}
 
-    def _matrix(self, weight: str, values: Params) -> Tensor:
-        """A layer's values as [outputs, inputs], with the bias as the last column; what is not given is zero."""
-        inputs, outputs = self.layers[weight][0]
-        width = len(inputs) - (weight in self.biases)
+    def _num_inputs(self, weight: str) -> int:
+        """Number of columns of a weight, without the bias."""
+        return len(self.layers[weight][0].inputs) - (weight in self.biases)
+
+    def _to_matrix(self, weight: str, values: Params) -> Tensor:
+        """Arrange a layer's values as [outputs, inputs (+ 1 for the bias)]; missing ones are zero."""
+        num_outputs = len(self.layers[weight][0].outputs)
         if weight in values:
-            d = values[weight].reshape(len(outputs), -1)
+            matrix = values[weight].reshape(num_outputs, -1)
         else:
-            d = values[self.biases[weight]].new_zeros(len(outputs), width)
+            matrix = values[self.biases[weight]].new_zeros(num_outputs, self._num_inputs(weight))
+
         if weight not in self.biases:
-            return d
+            return matrix
         bias = values.get(self.biases[weight])
-        return torch.cat([d, (d.new_zeros(len(d)) if bias is None else bias)[:, None]], 1)
+        if bias is None:
+            bias = matrix.new_zeros(num_outputs)
+        return torch.cat([matrix, bias[:, None]], 1)
 
-    def _params(self, weight: str, matrix: Tensor) -> Params:
-        """The parameters of such a matrix."""
-        width = matrix.shape[1] - (weight in self.biases)
-        own = matrix[:, :width]
-        found = {weight: own.reshape(self.shapes[weight]) if weight in self.shapes else own}
-        return found | ({self.biases[weight]: matrix[:, -1]} if weight in self.biases else {})
+    def _to_params(self, weight: str, matrix: Tensor) -> Params:
+        """Split such a matrix into weight and bias."""
+        num_inputs = matrix.shape[1] - (weight in self.biases)
+        values = matrix[:, :num_inputs]
+        if weight in self.shapes:
+            values = values.reshape(self.shapes[weight])
+        params = {weight: values}
+        if weight in self.biases:
+            params[self.biases[weight]] = matrix[:, -1]
+        return params
 
 
-def _grown(pair: Pair, width: int, biased: bool, new_width: int, new_biased: bool, outputs: int) -> Pair:
-    """A pair in the size of a layer that has grown in between, zero where it was not; the bias stays the last of A's rows."""
-    size = new_width + new_biased
-    if len(pair.inputs) == size and len(pair.outputs) == outputs:
+def _merge_oldest(pairs: list[Pair], max_pairs: int) -> list[Pair]:
+    """Merge the first two pairs until at most ``max_pairs`` remain."""
+    while len(pairs) > max_pairs:
+        (a1, g1), (a2, g2), *newer = pairs
+        trace_sum = (g1.trace() + g2.trace()).clamp(min=torch.finfo(g1.dtype).tiny)
+        fraction = g1.trace() / trace_sum
+        pairs = [Pair(fraction * a1 + (1 - fraction) * a2, g1 + g2), *newer]
+    return pairs
+
+
+def _pad_pair(
+    pair: Pair, num_inputs: int, has_bias: bool, new_num_inputs: int, new_has_bias: bool, num_outputs: int
+) -> Pair:
+    """Pad a pair with zeros to the size of a widened layer; the bias stays the last row and column of A."""
+    size = new_num_inputs + new_has_bias
+    if len(pair.inputs) == size and len(pair.outputs) == num_outputs:
         return pair
-    where = torch.tensor([*range(width), *([size - 1] if biased else [])], device=pair.inputs.device)
+
+    positions = list(range(num_inputs))
+    if has_bias:
+        positions.append(size - 1)
+    index = torch.tensor(positions, device=pair.inputs.device)
     inputs = pair.inputs.new_zeros(size, size)
-    inputs[where[:, None], where] = pair.inputs
-    return Pair(inputs, grown(pair.outputs, (outputs, outputs)))
+    inputs[index[:, None], index] = pair.inputs
+    return Pair(inputs, grown(pair.outputs, (num_outputs, num_outputs)))
 
 
-def _eye(like: Tensor) -> Tensor:
-    return torch.eye(len(like), dtype=like.dtype, device=like.device)
+def _eye_like(matrix: Tensor) -> Tensor:
+    """Return the identity with size, dtype and device of a matrix."""
+    return torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
 
 
-def _eigenbasis(pair: Pair, v: Tensor, damping: float) -> Tensor:
-    """Exact: in the eigenbasis of G ⊗ A the damped form is diagonal."""
-    (da, qa), (dg, qg) = torch.linalg.eigh(pair.inputs), torch.linalg.eigh(pair.outputs)
-    scale = torch.outer(dg.clamp(min=0), da.clamp(min=0)) + damping
-    solved: Tensor = qg @ ((qg.t() @ v @ qa) / scale) @ qa.t()
-    return solved
+def _solve_eigenbasis(pair: Pair, v: Tensor, damping: float) -> Tensor:
+    """Solve exactly: in the eigenbasis of G ⊗ A the damped form is diagonal."""
+    eigenvalues_a, q_a = torch.linalg.eigh(pair.inputs)
+    eigenvalues_g, q_g = torch.linalg.eigh(pair.outputs)
+
+    # Rounding can make the eigenvalues of a singular factor slightly negative.
+    eigenvalues = torch.outer(eigenvalues_g.clamp(min=0), eigenvalues_a.clamp(min=0)) + damping
+    solution: Tensor = q_g @ ((q_g.t() @ v @ q_a) / eigenvalues) @ q_a.t()
+    return solution
 
 
-def _factored(pair: Pair, v: Tensor, damping: float) -> Tensor:
-    """(A + π√λ)⁻¹ and (G + √λ/π)⁻¹ with π² = (tr A / dim A) / (tr G / dim G)."""
+def _solve_factored(pair: Pair, v: Tensor, damping: float) -> Tensor:
+    """Solve with damped factors, (A + π√λ)⁻¹ and (G + √λ/π)⁻¹, where π² = (tr A / dim A) / (tr G / dim G)."""
     a, g = pair
-    pi = ((a.trace() / len(a)) / (g.trace() / len(g)).clamp(min=1e-30)).clamp(min=1e-30).sqrt()
+    mean_a = a.trace() / len(a)
+    mean_g = (g.trace() / len(g)).clamp(min=1e-30)
+    pi = (mean_a / mean_g).clamp(min=1e-30).sqrt()
     root = damping**0.5
-    left = torch.linalg.cholesky(g + root / pi * torch.eye(len(g), dtype=g.dtype, device=g.device))
-    right = torch.linalg.cholesky(a + root * pi * torch.eye(len(a), dtype=a.dtype, device=a.device))
-    solved: Tensor = torch.cholesky_solve(torch.cholesky_solve(v, left).t(), right).t()
-    return solved
+
+    cholesky_g = torch.linalg.cholesky(g + root / pi * _eye_like(g))
+    cholesky_a = torch.linalg.cholesky(a + root * pi * _eye_like(a))
+    solution: Tensor = torch.cholesky_solve(torch.cholesky_solve(v, cholesky_g).t(), cholesky_a).t()
+    return solution
 
 
-def _conjugate_gradients(pairs: list[Pair], v: Tensor, damping: float | Tensor, steps: int = 1000) -> Tensor:
-    """(Σ G_k ⊗ A_k + damping) x = v, to the precision of the dtype; the damping may be another for each number."""
+def _solve_conjugate_gradients(pairs: list[Pair], v: Tensor, damping: float | Tensor, max_steps: int = 1000) -> Tensor:
+    """Solve (Σₖ Gₖ ⊗ Aₖ + damping) x = v to the precision of the dtype.
 
-    def times(x: Tensor) -> Tensor:
-        return damping * x + torch.stack([g @ x @ a for a, g in pairs]).sum(0)
+    Args:
+        pairs: of the layer.
+        v: the right-hand side.
+        damping: a number, or one per entry.
+        max_steps: at most so many iterations.
+    """
+    x = torch.zeros_like(v)
+    residual = v.clone()
+    direction = residual.clone()
+    squared_norm = residual.square().sum()
+    tolerance = squared_norm * torch.finfo(v.dtype).eps ** 2
 
-    x, r = torch.zeros_like(v), v.clone()
-    p, rr = r.clone(), r.square().sum()
-    enough = rr * torch.finfo(v.dtype).eps ** 2
-    for _ in range(steps):
-        if rr <= enough:
+    for _ in range(max_steps):
+        if squared_norm <= tolerance:
             break
-        fp = times(p)
-        alpha = rr / (p * fp).sum()
-        x, r = x + alpha * p, r - alpha * fp
-        rr, before = r.square().sum(), rr
-        p = r + rr / before * p
+        product = damping * direction + torch.stack([g @ direction @ a for a, g in pairs]).sum(0)
+        alpha = squared_norm / (direction * product).sum()
+        x = x + alpha * direction
+        residual = residual - alpha * product
+
+        previous_squared_norm = squared_norm
+        squared_norm = residual.square().sum()
+        direction = residual + squared_norm / previous_squared_norm * direction
     return x

@@ -1,4 +1,4 @@
-"""A bowl: the quadratic form of what was learned, around where it was learned."""
+"""Quadratic penalty around an anchor point."""
 
 from __future__ import annotations
 
@@ -9,34 +9,47 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from everlearn.curvature.diagonal import Diagonal, on
+from everlearn.core.parameters import (
+    Params,
+    accumulate_dtype,
+    all_parameters,
+    grown,
+    inner,
+    is_sharded,
+    leading_block,
+    remembered_parameters,
+    squared_size,
+)
+from everlearn.curvature.diagonal import Diagonal, to_device_of
 from everlearn.curvature.full import Full
 from everlearn.curvature.kronecker import Kronecker
-from everlearn.params import Params, corner, grown, inner, is_sharded, named_with_frozen, remembered, squared_size, wide
 
-BLOCK = 2**22  # numbers that are worked on at a time
+# Elements that are processed together, which bounds the size of temporary tensors.
+MAX_GROUP_ELEMENTS = 2**22
+
 Form = Diagonal | Kronecker | Full
 FORMS: dict[str, type[Form]] = {"diagonal": Diagonal, "kronecker": Kronecker, "full": Full}
 
 
 @dataclass(eq=False)
 class Quadratic:
-    """q(θ) = ½ δᵀ F δ - sᵀ δ + c,   δ = θ - m.
+    """Quadratic function q(θ) = ½ δᵀ F δ - sᵀ δ + c with δ = θ - m.
 
-    A sum of bowls is a bowl, whatever their number. Diagonal ones have their common minimum at the mean of their anchors,
+    A sum of quadratics is a quadratic. Two diagonal ones have their common minimum at the mean of their anchors,
     weighted by their precisions, so that s = 0 and nothing cancels in float32:
 
-        F₁ (θ - θ₁)² + F₂ (θ - θ₂)²  =  (F₁ + F₂) (θ - m)² + F₁F₂ / (F₁ + F₂) · (θ₁ - θ₂)²,   m = θ₁ + F₂ / (F₁ + F₂) · (θ₂ - θ₁)
+        F₁ (θ - θ₁)² + F₂ (θ - θ₂)²  =  (F₁ + F₂) (θ - m)² + F₁F₂ / (F₁ + F₂) · (θ₁ - θ₂)²
+        m = θ₁ + F₂ / (F₁ + F₂) · (θ₂ - θ₁)
 
-    Others are expanded anew around the last anchor, which for a quadratic is exact: s is minus the slope there and c the
-    height.
+    Other forms are expanded around the latest anchor, which is exact for a quadratic: s is minus the gradient there
+    and c the value.
 
     Args:
         form: F.
         anchor: m.
         slope: s; empty for zero.
         constant: c.
-        widened: parameters that were seen to have grown since.
+        widened: parameters whose layer has gained inputs since.
     """
 
     form: Form = field(default_factory=Diagonal)
@@ -44,213 +57,294 @@ class Quadratic:
     slope: Params = field(default_factory=dict)
     constant: float = 0.0
     widened: set[str] = field(default_factory=set)
-    _moved: set[str] = field(
-        default_factory=set, init=False, repr=False
-    )  # parameters that were seen to have a gradient
+
+    # Parameters whose gradient has been nonzero at least once.
+    _moved: set[str] = field(default_factory=set, init=False, repr=False)
 
     def __call__(self, model: nn.Module) -> Tensor:
-        """The height of the model's place in the bowl; its gradient costs one product with F, not a graph."""
-        theta = remembered(model, self.anchor, None, self.widened)
-        if not theta:  # all of them are frozen
+        """Compute q(θ) at the model's parameters.
+
+        The gradient is in closed form: it costs one product with F and builds no graph.
+        """
+        theta = remembered_parameters(model, self.anchor, None, self.widened)
+        if not theta:  # all are frozen
             return torch.zeros(())
-        theta = self._with_frozen(model, theta)
-        height: Tensor = _Height.apply(self, list(theta), *theta.values())  # type: ignore[no-untyped-call]
-        return height
+        theta = self._add_frozen(model, theta)
+        value: Tensor = _QuadraticValue.apply(self, list(theta), *theta.values())  # type: ignore[no-untyped-call]
+        return value
 
     @torch.no_grad()
     def pull(self, model: nn.Module, parameters: Params) -> None:
-        """Add the gradient at the model's place to ``p.grad``, in place: half the cost of a height and its graph.
+        """Add the gradient F δ - s to ``p.grad`` in place, at half the cost of a value and its backward pass.
 
-        A parameter whose gradient is exactly zero keeps the ``p.grad`` it has, None where the loss does not touch it.
+        A parameter whose gradient is exactly zero keeps its ``p.grad``, which is None where the loss does not use it.
+
+        Args:
+            model: whose parameters are θ.
+            parameters: its trainable parameters, by name.
         """
-        names = self.form.names
-        theta = {n: t for n, t in remembered(model, self.anchor, parameters, self.widened).items() if n in names}
-        if not theta:  # all of them are frozen
+        anchored = remembered_parameters(model, self.anchor, parameters, self.widened)
+        form_names = self.form.names
+        theta = {name: tensor for name, tensor in anchored.items() if name in form_names}
+        if not theta:  # all are frozen
             return
+
         if isinstance(self.form, Diagonal) and not self.slope:
-            for some in _blocks(theta):
-                delta = list(self._delta(some).values())
-                values = [on(self.form.values[n], d).to(d.dtype) for n, d in zip(some, delta, strict=True)]
-                torch._foreach_mul_(delta, values)  # not addcmul: autograd, too, rounds the product before it adds it
-                self._add_gradient(parameters, dict(zip(some, delta, strict=True)))
+            for group in _group_by_size(theta):
+                gradients = list(self._delta(group).values())
+                diagonal = [
+                    to_device_of(self.form.values[name], d).to(d.dtype)
+                    for name, d in zip(group, gradients, strict=True)
+                ]
+                # Not addcmul, which rounds once: autograd rounds the product before it adds it.
+                torch._foreach_mul_(gradients, diagonal)
+                self._accumulate_grad(parameters, dict(zip(group, gradients, strict=True)))
         else:
-            pull = self._at(self._with_frozen(model, theta))[1]
-            self._add_gradient(parameters, {n: pull[n] for n in theta})
+            _, gradient = self._value_and_gradient(self._add_frozen(model, theta))
+            self._accumulate_grad(parameters, {name: gradient[name] for name in theta})
 
-    def _add_gradient(self, parameters: Params, gradient: Params) -> None:
-        moved = self._nonzero(gradient)
-        names = [n for n in gradient if n in moved]
+    def _accumulate_grad(self, parameters: Params, gradient: Params) -> None:
+        """Add a gradient to ``p.grad`` where it is not exactly zero."""
+        moved = self._update_moved(gradient)
+        names = [name for name in gradient if name in moved]
         if names:
-            grads = [_grad(parameters[n], gradient[n].shape) for n in names]
-            torch._foreach_add_(grads, [gradient[n] for n in names])
+            targets = [_grad_block(parameters[name], gradient[name].shape) for name in names]
+            torch._foreach_add_(targets, [gradient[name] for name in names])
 
-    def _nonzero(self, gradient: Params) -> set[str]:
-        """The parameters whose gradient is not, or has not always been, exactly zero.
+    def _update_moved(self, gradient: Params) -> set[str]:
+        """Return the parameters whose gradient is, or once was, nonzero.
 
-        With zeros for a gradient, weight decay would move a parameter that the loss does not touch, such as another task's
-        output layer, which it leaves alone where ``p.grad`` is None. What has moved once is not asked again, so that in most
-        models nobody waits for the device after the first step.
+        A zero gradient is not the same as None: with zeros, weight decay would change a parameter that the loss does
+        not use, such as the output layer of another task. A parameter that has moved is not tested again, so in most
+        models there is no device synchronization after the first step.
         """
-        unseen = {n: g for n, g in gradient.items() if n not in self._moved}
-        if unseen:
-            self._moved |= nonzero(unseen)
+        untested = {name: g for name, g in gradient.items() if name not in self._moved}
+        if untested:
+            self._moved |= nonzero(untested)
         return self._moved
 
-    def _at(self, theta: Params) -> tuple[Tensor, Params]:
-        """q(θ) and its gradient F δ - s."""
-        kind = next(iter(theta.values())).device.type
-        if torch.is_autocast_enabled(kind):  # the height of a large importance needs all digits
-            with torch.autocast(kind, enabled=False):
-                return self._at(theta)
-        delta = self._delta(theta)
-        pull = self.form.times(delta)
-        height = _dot(delta, pull) / 2
-        if self.constant:
-            height = height + self.constant
-        if self.slope:
-            slope = {n: on(s, pull[n]) for n, s in self.slope.items() if n in pull}
-            height = height - _dot(delta, slope)
-            pull = {n: p - slope[n] if n in slope else p for n, p in pull.items()}
-        return height, pull
+    def _value_and_gradient(self, theta: Params) -> tuple[Tensor, Params]:
+        """Compute q(θ) = ½ δᵀ F δ - sᵀ δ + c and its gradient F δ - s."""
+        # The value of a large importance needs full precision.
+        device_type = next(iter(theta.values())).device.type
+        if torch.is_autocast_enabled(device_type):
+            with torch.autocast(device_type, enabled=False):
+                return self._value_and_gradient(theta)
 
-    def _with_frozen(self, model: nn.Module, theta: Params) -> Params:
-        """With the frozen parameters too where products of two count: one that stands off its anchor pulls at the others."""
+        delta = self._delta(theta)
+        gradient = self.form.times(delta)
+        value = _dot(delta, gradient) / 2
+        if self.constant:
+            value = value + self.constant
+        if self.slope:
+            slope = {name: to_device_of(s, gradient[name]) for name, s in self.slope.items() if name in gradient}
+            value = value - _dot(delta, slope)
+            gradient = {**gradient, **{name: gradient[name] - s for name, s in slope.items()}}
+        return value, gradient
+
+    def _add_frozen(self, model: nn.Module, theta: Params) -> Params:
+        """Add frozen parameters if F has products of two: one off its anchor changes the gradient of the others."""
         if isinstance(self.form, Diagonal):
             return theta
-        names = self.form.names - theta.keys()
-        frozen = {n: p.detach() for n, p in named_with_frozen(model).items() if n in names}
-        return theta | remembered(model, self.anchor, frozen) if frozen else theta
+        missing = self.form.names - theta.keys()
+        frozen = {name: p.detach() for name, p in all_parameters(model).items() if name in missing}
+        if not frozen:
+            return theta
+        return theta | remembered_parameters(model, self.anchor, frozen)
 
     def _delta(self, theta: Params) -> Params:
-        """θ - m, where there is an m."""
-        names = [n for n in theta if n in self.anchor]
-        anchors = [on(self.anchor[n], theta[n]) for n in names]
-        return dict(zip(names, torch._foreach_sub([theta[n] for n in names], anchors) if names else [], strict=True))
+        """Compute δ = θ - m for the parameters with an anchor."""
+        names = [name for name in theta if name in self.anchor]
+        if not names:
+            return {}
+        anchors = [to_device_of(self.anchor[name], theta[name]) for name in names]
+        differences = torch._foreach_sub([theta[name] for name in names], anchors)
+        return dict(zip(names, differences, strict=True))
 
-    def add(self, form: Form, at: Params) -> None:
-        """Another bowl, with its own minimum."""
+    def add(self, form: Form, anchor: Params) -> None:
+        """Add the quadratic ½ (θ - anchor)ᵀ form (θ - anchor).
+
+        Args:
+            form: its F.
+            anchor: its minimum, by parameter name.
+        """
         self._moved = set()
-        self.widened -= at.keys()
+        self.widened -= anchor.keys()
         if not self.anchor:
-            self.form, self.anchor = form, dict(at)
+            self.form = form
+            self.anchor = dict(anchor)
         elif isinstance(self.form, Diagonal) and isinstance(form, Diagonal):
-            self._add_diagonal(form, at)
+            self._add_diagonal(form, anchor)
         else:
-            both = total(self.form, form)
-            here = {**self.anchor, **at}  # what is frozen just now has not moved
-            height, pull = self._at({n: corner(here[n], a.shape) for n, a in self.anchor.items()})
-            self.form, self.anchor, self.constant = both, here, float(height)
-            self.slope = {n: -grown(p, here[n].shape) for n, p in pull.items()}
+            # Expand around the new anchor; parameters that are frozen now stay at theirs.
+            form_sum = total(self.form, form)
+            new_anchor = {**self.anchor, **anchor}
+            theta = {name: leading_block(new_anchor[name], old.shape) for name, old in self.anchor.items()}
+            value, gradient = self._value_and_gradient(theta)
 
-    def _add_diagonal(self, form: Diagonal, at: Params) -> None:
-        both = Diagonal(self.form.diagonal()) + form
-        for name, theta in at.items():
+            self.form = form_sum
+            self.anchor = new_anchor
+            self.constant = float(value)
+            self.slope = {name: -grown(g, new_anchor[name].shape) for name, g in gradient.items()}
+
+    def _add_diagonal(self, form: Diagonal, anchor: Params) -> None:
+        """Add a diagonal quadratic, moving the anchor to the common minimum m."""
+        form_sum = Diagonal(self.form.diagonal()) + form
+        for name, theta in anchor.items():
             if name not in form.values:
                 continue
-            digits = wide(theta)  # a mean of near places needs more digits than one of them
-            theta = theta.to(digits)
-            new, all_ = (v.to(theta.device, digits.to_real()) for v in (form.values[name], both.values[name]))
-            share = torch.where(all_ > 0, new / all_, torch.ones_like(new))  # where nothing was held, hold it here
-            old = theta.clone()
-            if (before := self.anchor.get(name)) is not None:
-                corner(old, before.shape).copy_(before)
-            apart = theta - old
-            self.constant += float(((all_ - new) * share * squared_size(apart)).sum()) / 2
-            # Exactly θ where the new task alone holds it: old + (θ - old) is off by a rounding, which would pull at θ.
-            anchor = torch.addcmul(old, share.to(old.dtype), apart)
-            self.anchor[name] = torch.where(share == 1, theta, anchor)
-        self.form = both
 
-    def move(self, form: Form, to: Params) -> None:
-        """This form and no other, around a new place."""
-        self.form, self.anchor, self.slope, self.constant = form, {**self.anchor, **to}, {}, 0.0
+            # The mean of two close anchors needs more digits than either of them.
+            dtype = accumulate_dtype(theta)
+            theta = theta.to(dtype)
+            f_new = form.values[name].to(theta.device, dtype.to_real())
+            f_sum = form_sum.values[name].to(theta.device, dtype.to_real())
+
+            # Where neither form has importance, the new anchor is taken.
+            fraction = torch.where(f_sum > 0, f_new / f_sum, torch.ones_like(f_new))
+
+            # Entries that the old anchor lacks, because the layer was widened, start at the new one.
+            old_theta = theta.clone()
+            old_anchor = self.anchor.get(name)
+            if old_anchor is not None:
+                leading_block(old_theta, old_anchor.shape).copy_(old_anchor)
+
+            difference = theta - old_theta
+            self.constant += float(((f_sum - f_new) * fraction * squared_size(difference)).sum()) / 2
+            m = torch.addcmul(old_theta, fraction.to(old_theta.dtype), difference)
+
+            # Exactly θ where the new form alone has importance: old + (θ - old) has a rounding error, which would give
+            # a gradient at θ.
+            self.anchor[name] = torch.where(fraction == 1, theta, m)
+        self.form = form_sum
+
+    def move(self, form: Form, anchor: Params) -> None:
+        """Replace the form and move the anchor; slope and constant become zero."""
+        self.form = form
+        self.anchor = {**self.anchor, **anchor}
+        self.slope = {}
+        self.constant = 0.0
         self._moved = set()
-        self.widened -= to.keys()
+        self.widened -= anchor.keys()
 
     def state_dict(self) -> dict[str, Any]:
-        """For saving."""
-        kind = next(name for name, kind in FORMS.items() if isinstance(self.form, kind))
-        facts = {"anchor": dict(self.anchor), "slope": dict(self.slope), "constant": self.constant}
-        return {"kind": kind, "form": self.form.state_dict(), **facts, "widened": sorted(self.widened)}
+        """Return the state for saving."""
+        return {
+            "kind": next(name for name, form_class in FORMS.items() if isinstance(self.form, form_class)),
+            "form": self.form.state_dict(),
+            "anchor": dict(self.anchor),
+            "slope": dict(self.slope),
+            "constant": self.constant,
+            "widened": sorted(self.widened),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what was saved."""
-        self._moved, self.widened = set(), set(state["widened"])
+        """Load a saved state."""
+        self._moved = set()
+        self.widened = set(state["widened"])
         self.form = FORMS[state["kind"]]()
         self.form.load_state_dict(state["form"])
-        self.anchor, self.slope, self.constant = dict(state["anchor"]), dict(state["slope"]), float(state["constant"])
+        self.anchor = dict(state["anchor"])
+        self.slope = dict(state["slope"])
+        self.constant = float(state["constant"])
 
 
 def total(first: Form, second: Form) -> Form:
-    """The sum of two forms of one kind."""
+    """Add two forms of the same structure."""
     if type(first) is not type(second):
-        kinds = f"{type(first).__name__} and {type(second).__name__}"
-        raise TypeError(f"{kinds} do not add: take all importances in one structure.")
+        structures = f"{type(first).__name__} and {type(second).__name__}"
+        raise TypeError(f"{structures} cannot be added: compute all importances with the same structure.")
     return first + second  # type: ignore[operator]
 
 
 def nonzero(tensors: Params) -> set[str]:
-    """The names of those that have an entry other than zero; a single wait for the device.
+    """Return the names of tensors with a nonzero entry, with a single device synchronization.
 
     >>> nonzero({"a": torch.zeros(2), "b": torch.tensor([0.0, 1.0])})
     {'b'}
     """
-    flags = [tensor.any() for tensor in tensors.values()]
-    flags = [flag.full_tensor() if is_sharded(flag) else flag for flag in flags]  # type: ignore[attr-defined]
-    found = torch.stack([on(flag, flags[0]) for flag in flags]).tolist() if flags else []
-    return {n for n, flag in zip(tensors, found, strict=True) if flag}
+    if not tensors:
+        return set()
+    flags = []
+    for tensor in tensors.values():
+        flag = tensor.any()
+        if is_sharded(flag):
+            flag = flag.full_tensor()  # type: ignore[attr-defined]
+        flags.append(flag)
+
+    has_nonzero = torch.stack([to_device_of(flag, flags[0]) for flag in flags]).tolist()
+    return {name for name, is_nonzero in zip(tensors, has_nonzero, strict=True) if is_nonzero}
 
 
-class _Height(torch.autograd.Function):
-    """q(θ) with its gradient written down, because a graph through the same formula takes twice the time."""
+class _QuadraticValue(torch.autograd.Function):
+    """q(θ) with its closed-form gradient; a graph through the same formula takes twice the time."""
 
     @staticmethod
-    def forward(ctx: Any, bowl: Quadratic, names: list[str], *theta: Tensor) -> Tensor:
-        height, ctx.pull = bowl._at(dict(zip(names, theta, strict=True)))
-        ctx.bowl, ctx.names = bowl, names
-        moved = bowl._nonzero(ctx.pull)
-        ctx.moved = {n for n in names if n in moved}
+    def forward(ctx: Any, quadratic: Quadratic, names: list[str], *theta: Tensor) -> Tensor:
+        value, gradient = quadratic._value_and_gradient(dict(zip(names, theta, strict=True)))
+        moved = quadratic._update_moved(gradient)
+        ctx.quadratic = quadratic
+        ctx.names = names
+        ctx.gradient = gradient
+        ctx.moved = {name for name in names if name in moved}
         ctx.save_for_backward(*theta)
-        return height
+        return value
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
-        theta, pull, moved = ctx.saved_tensors, ctx.pull, ctx.moved
-        if torch.is_grad_enabled():  # where the gradient is zero, the second derivative is not
+        theta = ctx.saved_tensors
+        gradient = ctx.gradient
+        moved = ctx.moved
+
+        # Where the gradient is zero, the second derivative need not be.
+        if torch.is_grad_enabled():
             moved = set(ctx.names)
-        if torch.is_grad_enabled() or pull is None:  # a second derivative, or a second pass
-            pull = ctx.bowl._at(dict(zip(ctx.names, theta, strict=True)))[1]
-        ctx.pull = None  # with nobody else holding it, autograd adds to it in place
+
+        # Recompute for a second derivative, or for a second backward pass through the same graph.
+        if torch.is_grad_enabled() or gradient is None:
+            _, gradient = ctx.quadratic._value_and_gradient(dict(zip(ctx.names, theta, strict=True)))
+
+        # Without this reference autograd can accumulate into the gradient in place.
+        ctx.gradient = None
         if d.requires_grad or d.device.type != "cpu" or d != 1:
-            pull = dict(zip(pull, torch._foreach_mul(list(pull.values()), d), strict=True))
-        gradients = (
-            pull[n].to(t.dtype) if n in pull and n in moved else None for n, t in zip(ctx.names, theta, strict=True)
-        )
-        return None, None, *gradients
+            gradient = dict(zip(gradient, torch._foreach_mul(list(gradient.values()), d), strict=True))
+
+        theta_grads: list[Tensor | None] = []
+        for name, parameter in zip(ctx.names, theta, strict=True):
+            if name in gradient and name in moved:
+                theta_grads.append(gradient[name].to(parameter.dtype))
+            else:
+                theta_grads.append(None)
+        return None, None, *theta_grads
 
 
-def _blocks(theta: Params) -> Iterator[Params]:
-    """Some parameters at a time, so that what is made of them on the way never has the size of a large model."""
-    block: Params = {}
-    held = 0
-    for name, t in theta.items():
-        block[name], held = t, held + t.numel()
-        if held >= BLOCK:
-            yield block
-            block, held = {}, 0
-    if block:
-        yield block
+def _group_by_size(theta: Params) -> Iterator[Params]:
+    """Yield parameters in groups, so that temporary tensors never have the size of a large model."""
+    group: Params = {}
+    num_elements = 0
+    for name, parameter in theta.items():
+        group[name] = parameter
+        num_elements += parameter.numel()
+        if num_elements >= MAX_GROUP_ELEMENTS:
+            yield group
+            group = {}
+            num_elements = 0
+    if group:
+        yield group
 
 
-def _grad(parameter: Tensor, shape: torch.Size) -> Tensor:
-    """Where a gradient is added up, as far as the parameter is held."""
+def _grad_block(parameter: Tensor, shape: torch.Size) -> Tensor:
+    """Return the part of ``p.grad`` that has an anchor; create a dense ``p.grad`` if needed."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
-    elif parameter.grad.is_sparse:  # the pull is not
+    elif parameter.grad.is_sparse:  # the penalty's gradient is dense
         parameter.grad = parameter.grad.to_dense()
-    return corner(parameter.grad, shape)
+    return leading_block(parameter.grad, shape)
 
 
 def _dot(a: Params, b: Params) -> Tensor:
-    parts = [inner(a[n].to(p.dtype), p) for n, p in b.items()]
-    return torch.stack([on(part, parts[0]) for part in parts]).sum() if parts else torch.zeros(())
+    """Compute the inner product over the parameters of b."""
+    terms = [inner(a[name].to(value.dtype), value) for name, value in b.items()]
+    if not terms:
+        return torch.zeros(())
+    return torch.stack([to_device_of(term, terms[0]) for term in terms]).sum()

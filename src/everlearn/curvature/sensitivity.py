@@ -1,4 +1,4 @@
-"""How strongly the output reacts to each parameter: the importance of memory aware synapses."""
+"""Sensitivity of the outputs to each parameter: the importance of memory aware synapses (MAS)."""
 
 from __future__ import annotations
 
@@ -10,36 +10,37 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from everlearn import distributed
-from everlearn.batch import Batch
+from everlearn.core.batch import Batch
+from everlearn.core.likelihood import Categorical, Gaussian, Likelihood
+from everlearn.core.task import Task, as_task
 from everlearn.curvature.diagonal import Diagonal
 from everlearn.curvature.finite import check_finite
-from everlearn.curvature.persample.engine import PerExample
-from everlearn.curvature.persample.statistics import Elementwise
-from everlearn.curvature.persample.untouched import untouched
-from everlearn.likelihood import Categorical, Gaussian, Likelihood
-from everlearn.stream import Task, as_task
+from everlearn.curvature.per_example.engine import PerExample
+from everlearn.curvature.per_example.preserve_model import preserve_model
+from everlearn.curvature.per_example.statistics import Elementwise
+from everlearn.runtime import distributed
 
 log = logging.getLogger("everlearn")
 Norm = Literal["squared", "vector", "local"]
 
 
 def sensitivity(model: nn.Module, data: Any, norm: Norm = "squared", chunk: int | None = None) -> Diagonal:
-    """Mean over examples of the absolute gradient of the output's size; no labels are needed (Aljundi et al., 2018).
+    """Compute the mean over examples of the absolute gradient of the output's norm (Aljundi et al., 2018).
 
         squared:  Ωᵢ = mean of |∂ ‖f(x)‖² / ∂θᵢ|
         vector:   Ωᵢ = mean of Σ over outputs c of |∂ f_c(x) / ∂θᵢ|, a backward pass per output
-        local:    as squared, for each layer apart: its input given, its output as the next layer receives it (Hebb's rule)
+        local:    as squared, for each layer separately: with its input fixed, and its output as the next layer gets it
 
-    In the local form a skip connection carries what a later layer hands on back to the layers before it.
-    Absolute values are taken per example, so the result does not depend on the batch size. Only outputs that the task
-    allows count, at all tokens of an example where there are tokens. The authors' code sums the vector form over outputs as here, where the paper writes a norm.
+    The local form is Hebb's rule. In it a skip connection carries what a later layer passes on back to earlier layers.
+    No labels are needed. Absolute values are taken per example, so the result does not depend on the batch size. Only
+    outputs that the task allows count, at all tokens of an example. The vector form is a sum over outputs as in the
+    authors' code; the paper writes a norm.
 
     Args:
         model: any module; left exactly as it was.
         data: inputs, or anything a task can be made of; labels are ignored.
         norm: which form.
-        chunk: examples per pass; memory grows with it. By default what suits the model.
+        chunk: examples per pass; memory grows with it. By default chosen for the model.
 
     >>> model = nn.Linear(2, 1, bias=False)
     >>> x = torch.tensor([[1.0, -2.0]])
@@ -48,53 +49,73 @@ def sensitivity(model: nn.Module, data: Any, norm: Norm = "squared", chunk: int 
     """
     if norm not in ("squared", "vector", "local"):
         raise ValueError(f"norm: got {norm!r}, allowed: 'squared', 'vector', 'local'.")
-    engine, task, examples = PerExample(model), as_task(data, Gaussian()), 0  # which takes any labels; none is used
-    likelihood = task.likelihood if isinstance(data, Task) else Categorical()
+    engine = PerExample(model)
+    task = as_task(data, Gaussian())  # which accepts any labels; none is used
+    likelihood: Likelihood = Categorical()
+    if isinstance(data, Task):
+        likelihood = task.likelihood
+
     magnitudes = Elementwise(engine.parameters, squared=False)
-    unseen: set[str] = set()
+    without_layer: set[str] = set()
     device = next(iter(engine.parameters.values())).device
-    with untouched(engine.model):
-        for batch in task.examples(chunk or engine.chunk(task), shared=True):
-            here = batch if device.type == "cpu" else batch.to(device)
-            is_regression = not isinstance(data, Task) and here.y is not None and here.y.is_floating_point()
-            first = None if examples or is_regression else likelihood  # which looks at the outputs once
+    num_examples = 0
+    with preserve_model(engine.model):
+        for batch in task.examples(chunk or engine.choose_chunk_size(task), shared=True):
+            if device.type != "cpu":
+                batch = batch.to(device)
+
+            # The outputs are checked once, unless real-valued labels show that it is a regression.
+            is_regression = not isinstance(data, Task) and batch.y is not None and batch.y.is_floating_point()
+            checker = None
+            if not num_examples and not is_regression:
+                checker = likelihood
+
             if norm == "local":
-                unseen |= engine.update_locally(here.x, partial(_allowed, here), magnitudes)
+                without_layer |= engine.update_locally(batch.x, partial(_output_mask, batch), magnitudes)
+            elif norm == "squared":
+                engine.update(batch.x, partial(_squared_cotangents, batch, checker), magnitudes)
             else:
-                engine.update(here.x, partial(_squared if norm == "squared" else _vector, here, first), magnitudes)
-            examples += len(batch)
-    magnitudes.add_up()
-    examples = int(distributed.total(examples))
-    if not examples:
+                engine.update(batch.x, partial(_vector_cotangents, batch, checker), magnitudes)
+            num_examples += len(batch)
+
+    magnitudes.all_reduce_()
+    num_examples = int(distributed.sum_across(num_examples))
+    if not num_examples:
         raise ValueError(f"{task} has no examples to take the sensitivity on.")
-    if unseen:
-        log.warning("No layer of its own for %s: their local importance is 0.", ", ".join(sorted(unseen)))
-    form = Diagonal(magnitudes.sums) * (1 / examples)
+    if without_layer:
+        names = ", ".join(sorted(without_layer))
+        log.warning("No layer was recognized for %s: their local importance is 0.", names)
+    form = Diagonal(magnitudes.sums) * (1 / num_examples)
     check_finite(form, engine.model, task)
     return form
 
 
-def _squared(batch: Batch, first: Likelihood | None, out: Tensor) -> Iterator[Tensor]:
-    if first is not None:
-        first.check_outputs(out)
-    yield 2 * out * _allowed(batch, out)
+def _squared_cotangents(batch: Batch, checker: Likelihood | None, outputs: Tensor) -> Iterator[Tensor]:
+    """Yield ∂ ‖f(x)‖² / ∂f = 2 f(x), over the allowed outputs."""
+    if checker is not None:
+        checker.check_outputs(outputs)
+    yield 2 * outputs * _output_mask(batch, outputs)
 
 
-def _vector(batch: Batch, first: Likelihood | None, out: Tensor) -> Iterator[Tensor]:
-    if first is not None:
-        first.check_outputs(out)
-    ok = _allowed(batch, out).expand_as(out)
-    for c in range(out[0].numel()):
-        s = torch.zeros_like(out).flatten(1)
-        s[:, c] = ok.flatten(1)[:, c]
+def _vector_cotangents(batch: Batch, checker: Likelihood | None, outputs: Tensor) -> Iterator[Tensor]:
+    """Yield the unit vector of every allowed output."""
+    if checker is not None:
+        checker.check_outputs(outputs)
+    mask = _output_mask(batch, outputs).expand_as(outputs)
+    for c in range(outputs[0].numel()):
+        s = torch.zeros_like(outputs).flatten(1)
+        s[:, c] = mask.flatten(1)[:, c]
         if s.any():
-            yield s.view_as(out)
+            yield s.view_as(outputs)
 
 
-def _allowed(batch: Batch, out: Tensor) -> Tensor:
-    rows = batch.allowed_rows
-    if rows is None:
-        return out.new_ones(())
-    wide = out.new_zeros(len(out), out.shape[-1])
-    wide[:, : rows.shape[1]] = rows.to(out.dtype)
-    return wide.reshape(len(out), *[1] * (out.dim() - 2), -1)
+def _output_mask(batch: Batch, outputs: Tensor) -> Tensor:
+    """Return 1 for allowed outputs and 0 for others, in a shape that broadcasts with the outputs."""
+    allowed = batch.allowed_rows
+    if allowed is None:
+        return outputs.new_ones(())
+
+    # Outputs beyond the table of allowed classes are not allowed.
+    mask = outputs.new_zeros(len(outputs), outputs.shape[-1])
+    mask[:, : allowed.shape[1]] = allowed.to(outputs.dtype)
+    return mask.reshape(len(outputs), *[1] * (outputs.dim() - 2), -1)

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from everlearn import atomic
-from everlearn.attachment import Attachment
-from everlearn.data import as_rows
-from everlearn.extras import needs
-from everlearn.forward import next_token_labels, shifts_labels
-from everlearn.likelihood import Likelihood
-from everlearn.method import Method
-from everlearn.stream import Task, as_task
+from everlearn.core.attachment import Attachment
+from everlearn.core.data_source import as_rows
+from everlearn.core.forward import next_token_labels, shifts_labels
+from everlearn.core.likelihood import Likelihood
+from everlearn.core.method import Method
+from everlearn.core.task import Task, as_task
+from everlearn.runtime import files
+from everlearn.runtime.optional_imports import needs
 
 TrainerCallback: Any = needs("transformers", "huggingface", "The Hugging Face callback").TrainerCallback
 FILE = "everlearn.pt"
@@ -42,7 +42,7 @@ class Continual(TrainerCallback):  # type: ignore[misc]
     """A Trainer callback that carries a method through ``trainer.train()``: one training is one task.
 
     The Trainer's own loss stays what it is. The method's state lies in the Trainer's checkpoints, beside an adapter where there is
-    one, and is found there when training resumes; what it knows once the task has ended, in the output folder itself. The Trainer clips gradients before the method edits them, and has no place for
+    one, and is found there when training resumes; what it knows once the task has ended, in the output folder itself. The Trainer clips gradients by norm, the method's part too, and has no place for
     parameters of the method's own, as HAT has them.
 
     Args:
@@ -117,9 +117,11 @@ class Continual(TrainerCallback):  # type: ignore[misc]
 
     def _passed(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         said = logits(model, out)
-        if self._attached is None or self._attached.busy or self.method.of_parameters:
+        if self._attached is None or self._attached.busy or not (model.training and torch.is_grad_enabled()):
             return
-        if model.training and torch.is_grad_enabled():
+        if self.method.of_parameters:  # of which the outputs alone tell when gradients come
+            self._attached.see(kwargs, out=said)
+        else:
             x, y = pair(model, {name: v for name, v in kwargs.items() if isinstance(v, Tensor) and v.dim()})
             self._attached.see(x, y, out=said)
 
@@ -173,9 +175,9 @@ def logits(model: nn.Module, out: Any) -> Tensor:
 
 def save(method: Method, folder: str | Path) -> Path:
     """Write a method's state beside a model or an adapter."""
-    return atomic.save(method.state_dict(), atomic.writable_folder(folder) / FILE)
+    return files.save(method.state_dict(), files.writable_folder(folder) / FILE)
 
 
 def load(method: Method, folder: str | Path) -> None:
     """Give a method the state that lies beside a model or an adapter."""
-    method.load_state_dict(atomic.load(Path(folder) / FILE))
+    method.load_state_dict(files.load(Path(folder) / FILE))

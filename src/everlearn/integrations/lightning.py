@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import nn
 
-from everlearn.attachment import Attachment
-from everlearn.data import as_rows
-from everlearn.extras import needs
-from everlearn.likelihood import Likelihood
-from everlearn.method import Method
-from everlearn.stream import Task, as_task
+from everlearn.core.attachment import Attachment
+from everlearn.core.data_source import as_rows
+from everlearn.core.likelihood import Likelihood
+from everlearn.core.method import Method
+from everlearn.core.task import Task, as_task
+from everlearn.runtime.optional_imports import needs
 
 Callback: Any = needs("lightning.pytorch", "lightning", "The Lightning callback").Callback
 
@@ -42,7 +42,7 @@ class Continual(Callback):  # type: ignore[misc]
     """A Lightning callback that carries a method through ``trainer.fit``: one fit is one task.
 
     The module's own loss stays what it is; batches are pairs (x, y) or dicts with labels. The method's state lies in Lightning's
-    checkpoints. Lightning clips gradients before the method edits them.
+    checkpoints. Where Lightning clips gradients by norm, the whole of them is clipped, the method's part too.
 
     Args:
         method: kept from fit to fit.

@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from everlearn.extras import needs
-from everlearn.results import Result, file_name
+from everlearn.results.result import Result, file_name
+from everlearn.runtime.optional_imports import needs
 
 
 class MLflow:

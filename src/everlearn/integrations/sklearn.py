@@ -14,17 +14,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from everlearn.heads import grow_output
-from everlearn.integrations.arrays import Array, inputs, labels, merged
-from everlearn.likelihood import Categorical
-from everlearn.method import Chain, Method
+from everlearn.core.chain import Chain
+from everlearn.core.likelihood import Categorical
+from everlearn.core.method import Method
+from everlearn.core.stream import Stream
+from everlearn.core.task import Task, allowed_classes
+from everlearn.integrations.sklearn_validation import Array, inputs, labels, merged
 from everlearn.nets import mlp
-from everlearn.seeds import derive, seeded
-from everlearn.stream import Stream, Task, allowed_classes
+from everlearn.runtime.randomness import derive, seeded
+from everlearn.surgery.heads import grow_output
 from everlearn.trainer import train
-from everlearn.trainer.configuration import build
-from everlearn.trainer.evaluation import outputs_of
-from everlearn.trainer.training import OptimizerFactory, adam, device_of
+from everlearn.trainer.config import build
+from everlearn.trainer.evaluate import outputs_of
+from everlearn.trainer.settings import OptimizerFactory, adam, device_of
 
 
 @dataclass(eq=False)
@@ -231,7 +233,7 @@ class ContinualClassifier:
 
     def _learn(self, pair: tuple[Tensor, Tensor], known: Known) -> None:
         """In place, on a model that is wide enough; a call that fails leaves what was learned before."""
-        task = Task(pair, id=known.last, part=known.part, allowed=known.allowed, identity=bool(known.tasks))
+        task = Task(pair, id=known.last, part=known.part, allowed=known.allowed, known_at_test=bool(known.tasks))
         model: nn.Module
         method: Method
         if not self.__sklearn_is_fitted__():

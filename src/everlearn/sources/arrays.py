@@ -1,4 +1,4 @@
-"""Arrays in an npz file."""
+"""Read labeled arrays from an npz file."""
 
 from __future__ import annotations
 
@@ -12,58 +12,74 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everlearn.sources.data import Data, hold_back, images, numbered, renumbered
+from everlearn.sources.labeled_data import Data, align_labels, channels_first, hold_back, numbered
 from everlearn.sources.limits import check_fits
 
 
 def npz(path: str | Path, *, x: str = "x", y: str = "y", test: float = 0.2) -> Data:
-    """Inputs and labels from a numpy archive; objects, which could run code, are refused.
+    """Read inputs and labels from a numpy archive; arrays of Python objects, which could run code, are refused.
 
-    Bytes with two or three axes per example are images: they become numbers from 0 to 1 with the channels first.
-    Where the file has ``x_test`` and ``y_test`` (for ``x`` also ``x_train``), they are the test set.
+    Bytes with two or three axes per example are images and become floats in [0, 1] with the channels first. If the
+    file has ``x_test`` and ``y_test``, they are the test set, and the training arrays may be called ``x_train`` and
+    ``y_train``.
 
     Args:
         path: the file.
-        x: the name of the inputs in it.
-        y: the name of the labels.
-        test: the share of examples for tests, where the file has no test set of its own.
+        x: name of the input array.
+        y: name of the label array.
+        test: share of examples for testing, if the file has no test set.
     """
     try:
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as stored:
-            wanted = _wanted(stored.files, path, x, y)
-            arrays = _read(stored, wanted, path)
+            array_names = _choose_arrays(stored.files, path, x, y)
+            arrays = _read_arrays(stored, array_names, path)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"There is no file {path}.") from None
     except (zipfile.BadZipFile, zlib.error, EOFError, OSError, TypeError, NotImplementedError, MemoryError) as error:
-        if isinstance(error, FileNotFoundError):
-            raise FileNotFoundError(f"There is no file {path}.") from None
         raise ValueError(f"{path} is not an npz file, or is damaged: {error}.") from None
+
     labels, names = numbered(arrays[1])
     inputs = as_inputs(arrays[0])
     if len(arrays) == 2:
         return hold_back(inputs, labels, test, names=names).copy()
-    labels_test, names_test = numbered(arrays[3])
-    if bool(names) != bool(names_test) or not set(names_test) <= set(names):
-        raise ValueError(f"{path}: training and test labels are words, and not the same ones: {names}, {names_test}.")
-    held = as_inputs(arrays[2]), renumbered(labels_test, names_test, names)
-    return Data((inputs, labels), held, names=names).copy()
+
+    test_labels, test_names = numbered(arrays[3])
+    if bool(names) != bool(test_names) or not set(test_names) <= set(names):
+        raise ValueError(f"{path}: the test labels are not classes of the training labels: {names}, {test_names}.")
+    test_pair = as_inputs(arrays[2]), align_labels(test_labels, test_names, names)
+    return Data((inputs, labels), test_pair, names=names).copy()
 
 
-def _wanted(stored: Sequence[str], path: str | Path, x: str, y: str) -> list[str]:
-    """The arrays that are read: inputs and labels and, where there are such, those for tests."""
-    own = {name: name if name in stored else f"{name}_train" for name in (x, y)}
-    if lacking := [name for name in (x, y) if own[name] not in stored]:
+def _choose_arrays(stored_names: Sequence[str], path: str | Path, x: str, y: str) -> list[str]:
+    """Return the names of the arrays to read: inputs, labels and, if present, the test inputs and labels."""
+    train_names = []
+    missing_names = []
+    for name in (x, y):
+        if name in stored_names:
+            train_names.append(name)
+        elif f"{name}_train" in stored_names:
+            train_names.append(f"{name}_train")
+        else:
+            missing_names.append(name)
+
+    if missing_names:
         raise ValueError(
-            f"{path} has no array {' and no '.join(map(repr, lacking))}; it has {', '.join(stored)}: say which with x=…, y=…."
+            f"{path} has no array {' and no '.join(map(repr, missing_names))}; it has {', '.join(stored_names)}: "
+            "name the arrays with x=…, y=…."
         )
-    held = [f"{x}_test", f"{y}_test"]
-    return [own[x], own[y], *(held if set(held) <= set(stored) else [])]
+
+    test_names = [f"{x}_test", f"{y}_test"]
+    if set(test_names) <= set(stored_names):
+        return train_names + test_names
+    return train_names
 
 
-def _read(stored: Any, wanted: Sequence[str], path: str | Path) -> list[np.ndarray]:
-    """These arrays and no others, as long as they fit: a small file may unpack to more than any memory holds."""
+def _read_arrays(stored: Any, array_names: Sequence[str], path: str | Path) -> list[np.ndarray]:
+    """Read the named arrays only, and only if they fit: a small file may unpack to more than the memory."""
     sizes = {entry.filename.removesuffix(".npy"): entry.file_size for entry in stored.zip.infolist()}
-    check_fits(sum(sizes[name] for name in wanted), path)
+    check_fits(sum(sizes[name] for name in array_names), path)
     try:
-        return [stored[name] for name in wanted]
+        return [stored[name] for name in array_names]
     except ValueError as error:
         if "pickle" in str(error):
             raise ValueError(
@@ -73,10 +89,10 @@ def _read(stored: Any, wanted: Sequence[str], path: str | Path) -> list[np.ndarr
 
 
 def as_inputs(array: np.ndarray) -> Tensor:
-    """Bytes with two or three axes per example as images, float64 as torch's float32, others as they are."""
+    """Convert an array to model inputs: image bytes stay bytes, other bytes and float64 become float32."""
     if array.dtype == np.uint8 and array.ndim in (3, 4):
-        return images(array)
+        return channels_first(array)
     tensor = torch.from_numpy(np.ascontiguousarray(array))
-    if tensor.dtype == torch.uint8:
+    if tensor.dtype in (torch.uint8, torch.float64):
         return tensor.to(torch.float32)
-    return tensor.to(torch.float32) if tensor.dtype == torch.float64 else tensor
+    return tensor

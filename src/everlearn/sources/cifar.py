@@ -1,6 +1,6 @@
-"""CIFAR-10 and CIFAR-100: 60,000 colour images of 32 × 32 pixels (Krizhevsky, 2009), from their binary versions.
+"""CIFAR-10 and CIFAR-100: 60,000 color images of 32 × 32 pixels (Krizhevsky, 2009), from their binary versions.
 
-The versions for Python are pickles, which run whatever code is in them when they are opened; they are not read.
+The Python versions are pickles, which can run arbitrary code when they are opened; they are not read.
 """
 
 from __future__ import annotations
@@ -10,55 +10,69 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from everlearn.sources.data import Data, Pair
-from everlearn.sources.files import File, Layout, Published
+from everlearn.sources.checksums import File, Layout, PublishedDataset
+from everlearn.sources.labeled_data import Data, Pair
 
-PIXELS = 3 * 32 * 32  # channel by channel
-TEN = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+NUM_PIXELS = 3 * 32 * 32  # channel by channel
+CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 ORIGIN = "www.cs.toronto.edu/~kriz/cifar.html, binary version"
 URL = "https://www.cs.toronto.edu/~kriz/"
 
 
-def _read(paths: list[Path], labels: int, classes: int) -> tuple[Pair, np.ndarray]:
-    """Images and their last label, and all the labels; a record is the labels, a byte each, then the pixels."""
-    raw = np.concatenate([np.fromfile(path, np.uint8) for path in paths])
-    rows = raw.reshape(-1, labels + PIXELS)
-    y = torch.from_numpy(rows[:, labels - 1].astype(np.int64))
-    counts = y.bincount(minlength=classes)
-    if len(counts) != classes or (counts != len(y) // classes).any():
-        raise ValueError(f"{paths[0]} is damaged: its classes are not equally many.")
-    return (torch.from_numpy(rows[:, labels:].reshape(-1, 3, 32, 32).copy()), y), rows[:, :labels]
+def _read_records(paths: list[Path], num_labels: int, num_classes: int) -> tuple[Pair, np.ndarray]:
+    """Read records of ``num_labels`` label bytes followed by the pixels.
+
+    Returns:
+        The images with the last label of each, and an array of all labels.
+    """
+    content = np.concatenate([np.fromfile(path, np.uint8) for path in paths])
+    records = content.reshape(-1, num_labels + NUM_PIXELS)
+    labels = records[:, :num_labels]
+    y = torch.from_numpy(labels[:, -1].astype(np.int64))
+
+    # The files have no checksum of their own, but all classes are equally large.
+    class_sizes = y.bincount(minlength=num_classes)
+    if len(class_sizes) != num_classes or (class_sizes != len(y) // num_classes).any():
+        raise ValueError(f"{paths[0]} is damaged: its classes differ in size.")
+
+    images = torch.from_numpy(records[:, num_labels:].reshape(-1, 3, 32, 32).copy())
+    return (images, y), labels
 
 
-def _ten(folder: Path) -> Data:
-    train, _ = _read([folder / f"data_batch_{i}.bin" for i in range(1, 6)], 1, 10)
-    test, _ = _read([folder / "test_batch.bin"], 1, 10)
-    return Data(train, test, names=TEN)
+def _read_cifar10(folder: Path) -> Data:
+    train, _ = _read_records([folder / f"data_batch_{i}.bin" for i in range(1, 6)], 1, 10)
+    test, _ = _read_records([folder / "test_batch.bin"], 1, 10)
+    return Data(train, test, names=CIFAR10_CLASSES)
 
 
-def _hundred(folder: Path) -> Data:
-    """Fine labels; the twenty coarse ones are the groups."""
-    train, labels = _read([folder / "train.bin"], 2, 100)
-    test, _ = _read([folder / "test.bin"], 2, 100)
-    names = _names(folder / "fine_label_names.txt")
-    coarse = _names(folder / "coarse_label_names.txt") or [f"coarse {c}" for c in range(20)]
-    groups = {name: np.unique(labels[labels[:, 0] == c, 1]).tolist() for c, name in enumerate(coarse)}
-    return Data(train, test, names=names, groups=groups)
+def _read_cifar100(folder: Path) -> Data:
+    """Read CIFAR-100 with its fine labels; the twenty coarse labels are the groups."""
+    train, labels = _read_records([folder / "train.bin"], 2, 100)
+    test, _ = _read_records([folder / "test.bin"], 2, 100)
+    fine_names = _read_names(folder / "fine_label_names.txt")
+    coarse_names = _read_names(folder / "coarse_label_names.txt") or [f"coarse {c}" for c in range(20)]
+
+    coarse_labels = labels[:, 0]
+    fine_labels = labels[:, 1]
+    groups = {name: np.unique(fine_labels[coarse_labels == c]).tolist() for c, name in enumerate(coarse_names)}
+    return Data(train, test, names=fine_names, groups=groups)
 
 
-def _names(path: Path) -> list[str]:
-    return path.read_text(encoding="ascii").split() if path.exists() else []
+def _read_names(path: Path) -> list[str]:
+    if not path.exists():
+        return []
+    return path.read_text(encoding="ascii").split()
 
 
-CIFAR10 = Published(
+CIFAR10 = PublishedDataset(
     "cifar10",
     (
         Layout(
             tuple(
-                File(f"{name}.bin", size=10_000 * (1 + PIXELS))
+                File(f"{name}.bin", size=10_000 * (1 + NUM_PIXELS))
                 for name in [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]
             ),
-            _ten,
+            _read_cifar10,
             ("cifar-10-batches-bin",),
             (
                 File(
@@ -73,12 +87,12 @@ CIFAR10 = Published(
     ORIGIN,
 )
 
-CIFAR100 = Published(
+CIFAR100 = PublishedDataset(
     "cifar100",
     (
         Layout(
-            (File("train.bin", size=50_000 * (2 + PIXELS)), File("test.bin", size=10_000 * (2 + PIXELS))),
-            _hundred,
+            (File("train.bin", size=50_000 * (2 + NUM_PIXELS)), File("test.bin", size=10_000 * (2 + NUM_PIXELS))),
+            _read_cifar100,
             ("cifar-100-binary",),
             (
                 File(

@@ -1,4 +1,4 @@
-"""CLINC150: what people ask an assistant, 22,500 sentences of 150 intents in ten domains (Larson et al., 2019)."""
+"""CLINC150: requests to an assistant, 22,500 sentences of 150 intents in ten domains (Larson et al., 2019)."""
 
 from __future__ import annotations
 
@@ -8,37 +8,41 @@ from typing import Any
 
 import torch
 
-from everlearn.sources.data import Data, Pair
-from everlearn.sources.files import File, Layout, Published
+from everlearn.sources.checksums import File, Layout, PublishedDataset
+from everlearn.sources.labeled_data import Data, Pair
 
 URL = "https://raw.githubusercontent.com/clinc/oos-eval/828f8093932c8fe6ca7936c3d2e52903b1c523de/data/"
 
 
 def _read(folder: Path) -> Data:
-    """Sentences and intents, numbered domain by domain; the sentences for validation and those of no intent are left out."""
-    content, domains = _json(folder / "data_full.json"), _json(folder / "domains.json")
+    """Read sentences and intents, numbered by domain, without the validation and out-of-scope sentences."""
+    sentences = _read_json(folder / "data_full.json")
+    domains = _read_json(folder / "domains.json")
     try:
         names = [intent for intents in domains.values() for intent in intents]
-        number = {intent: i for i, intent in enumerate(names)}
-        groups = {domain: [number[intent] for intent in intents] for domain, intents in domains.items()}
-        train, test = (_pair(content[part], number) for part in ("train", "test"))
+        label_by_intent = {intent: i for i, intent in enumerate(names)}
+        groups = {domain: [label_by_intent[intent] for intent in intents] for domain, intents in domains.items()}
+        train = _as_pair(sentences["train"], label_by_intent)
+        test = _as_pair(sentences["test"], label_by_intent)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{folder} does not have CLINC150 as it was published: {error!r}; get it anew.") from None
+        raise ValueError(f"{folder} does not have CLINC150 as it was published: {error!r}; get it again.") from None
     return Data(train, test, names=names, groups=groups)
 
 
-def _pair(rows: list[tuple[str, str]], number: dict[str, int]) -> Pair:
-    return [text for text, _ in rows], torch.tensor([number[intent] for _, intent in rows])
+def _as_pair(rows: list[tuple[str, str]], label_by_intent: dict[str, int]) -> Pair:
+    texts = [text for text, _ in rows]
+    labels = torch.tensor([label_by_intent[intent] for _, intent in rows])
+    return texts, labels
 
 
-def _json(path: Path) -> Any:
+def _read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not JSON, or is damaged: {error}.") from None
 
 
-CLINC150 = Published(
+CLINC150 = PublishedDataset(
     "clinc150",
     (
         Layout(

@@ -1,4 +1,4 @@
-"""Getting a file from the network: with progress, resumed where it broke off, verified, there only when whole."""
+"""Download files with a progress bar; resume partial downloads, and verify a file before it gets its name."""
 
 from __future__ import annotations
 
@@ -13,112 +13,144 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from everlearn.sources.files import File, check, sound
+from everlearn.sources.checksums import File, is_intact, verify_file
 
 ATTEMPTS = 3
 TIMEOUT = 30.0  # seconds without a byte
 CHUNK = 2**18
-THIS_MACHINE = ("127.0.0.1", "::1", "localhost")
-LARGEST = 16 * 2**30  # bytes; no data set here is larger
+LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")
+MAX_BYTES = 16 * 2**30  # more than any supported data set
 
 
-class Broken(Exception):
-    """The connection ended before the file did."""
+class IncompleteDownloadError(Exception):
+    """The connection ended before the file was complete."""
 
 
-def fetch(file: File, path: Path) -> None:
-    """Download a file to a path; what an earlier attempt left in ``path.part`` is gone on with.
+def download_file(file: File, path: Path) -> None:
+    """Download a file to ``path``, resuming what an earlier attempt left in ``path.part``.
 
-    Only a file with a known checksum or size is resumed: otherwise parts of two versions would pass for one.
+    Only files with a known checksum or size are resumed: otherwise the parts of two versions could be joined.
     """
     if not file.url.startswith(("http://", "https://")):
         raise ValueError(f"{file.name} can be downloaded from http:// and https:// addresses only, got {file.url!r}.")
-    _check_protected(file.url, file)
+    _check_integrity_protected(file.url, file)
+
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     if file.md5 is None and file.size is None:
         part.unlink(missing_ok=True)
+
     for attempt in range(ATTEMPTS):
         try:
-            if not _continue(file, part) and not sound(part, file):
-                raise Broken(f"it ended after {part.stat().st_size:,} bytes, without having said how many there are")
+            if not _request_rest(file, part) and not is_intact(part, file):
+                raise IncompleteDownloadError(
+                    f"it ended after {part.stat().st_size:,} bytes, without a Content-Length to compare with"
+                )
             break
-        except (OSError, http.client.HTTPException, Broken) as error:
-            refused = isinstance(error, urllib.error.HTTPError) and error.code < 500
-            if attempt == ATTEMPTS - 1 or refused:
-                kept = part.stat().st_size if part.exists() else 0
+        except (OSError, http.client.HTTPException, IncompleteDownloadError) as error:
+            # A client error (such as 404) does not go away by asking again.
+            is_client_error = isinstance(error, urllib.error.HTTPError) and error.code < 500
+            if attempt == ATTEMPTS - 1 or is_client_error:
                 raise OSError(
-                    f"Could not download {file.url}: {error}. {kept:,} bytes are kept in {part}; call again to go on, or "
-                    f"get the file by hand and put it at {path}."
+                    f"Could not download {file.url}: {error}. {_file_size(part):,} bytes are kept in {part}; call "
+                    f"again to resume, or get the file manually and put it at {path}."
                 ) from error
+
     try:
-        check(part, file, file.url)
+        verify_file(part, file, file.url)
     except ValueError as error:
         part.unlink()
-        raise ValueError(f"{error} What was downloaded has been removed.") from None
+        raise ValueError(f"{error} The downloaded file has been removed.") from None
     os.replace(part, path)
 
 
-def _check_protected(url: str, file: File) -> None:
-    """Refuse what anybody on the way could exchange unnoticed: plain http, without a checksum to tell."""
+def _check_integrity_protected(url: str, file: File) -> None:
+    """Refuse plain http without a published checksum: the content could be replaced in transit."""
     address = urllib.parse.urlsplit(url)
-    if address.scheme == "http" and file.md5 is None and address.hostname not in THIS_MACHINE:
+    if address.scheme == "http" and file.md5 is None and address.hostname not in LOCAL_HOSTS:
         raise ValueError(
-            f"{file.name} comes from {url}, which is not encrypted, and has no published checksum: anybody on the way could exchange "
-            "it. Get it by hand from where you trust."
+            f"{file.name} comes from {url}, which is not encrypted, and has no published checksum: it could be "
+            "replaced in transit. Get it manually from a source you trust."
         )
 
 
-def _continue(file: File, part: Path) -> bool:
-    """Ask for what is missing and append it; start anew if the server sends all. Whether the length was known, and reached."""
-    have = part.stat().st_size if part.exists() else 0
-    if file.size is not None and have == file.size:
+def _file_size(path: Path) -> int:
+    if not path.exists():
+        return 0
+    return path.stat().st_size
+
+
+def _request_rest(file: File, part: Path) -> bool:
+    """Request the missing bytes and append them; restart if the server sends the complete file.
+
+    Returns:
+        Whether the length of the file was known and reached.
+    """
+    offset = _file_size(part)
+    if file.size is not None and offset == file.size:
         return True
+
     headers = {"User-Agent": "everlearn", "Accept-Encoding": "identity"}
-    if have:
-        headers["Range"] = f"bytes={have}-"
+    if offset:
+        headers["Range"] = f"bytes={offset}-"
+
     try:
-        with urllib.request.urlopen(urllib.request.Request(file.url, headers=headers), timeout=TIMEOUT) as answer:
-            _check_protected(answer.url, file)  # it may have been sent on to elsewhere
-            resumed = answer.status == 206 and _start(answer) == have
-            if answer.status == 206 and not resumed:
+        request = urllib.request.Request(file.url, headers=headers)
+        with urllib.request.urlopen(request, timeout=TIMEOUT) as response:
+            # The request may have been redirected to an unprotected address.
+            _check_integrity_protected(response.url, file)
+
+            if response.status != 206:
+                return _receive(response, part, 0, file)
+            if _range_start(response) != offset:
                 part.unlink()
-                raise Broken("the server sent another part than was asked for")
-            return _receive(answer, part, have if resumed else 0, file)
+                raise IncompleteDownloadError("the server sent another part than was requested")
+            return _receive(response, part, offset, file)
     except urllib.error.HTTPError as error:
         if error.code != 416:
             raise
-        # Nothing is left to send: the part is whole, or it is longer than the file and wrong.
-        if error.headers.get("Content-Range") != f"bytes */{have}":
+        # 416 Range Not Satisfiable: the part is complete, or it is longer than the file and therefore wrong.
+        if error.headers.get("Content-Range") != f"bytes */{offset}":
             part.unlink()
-            raise Broken("the part kept here is longer than the file") from None
+            raise IncompleteDownloadError("the kept part is longer than the file") from None
         return True
 
 
-def _start(answer: Any) -> int | None:
-    found = re.match(r"bytes (\d+)-", answer.headers.get("Content-Range") or "")
-    return int(found[1]) if found else None
+def _range_start(response: Any) -> int | None:
+    match = re.match(r"bytes (\d+)-", response.headers.get("Content-Range") or "")
+    if match is None:
+        return None
+    return int(match[1])
 
 
-def _receive(answer: Any, part: Path, have: int, file: File) -> bool:
-    announced = answer.headers.get("Content-Length")
-    total = have + int(announced) if announced and announced.isdigit() else None
-    most = file.size if file.size is not None else LARGEST
+def _receive(response: Any, part: Path, offset: int, file: File) -> bool:
+    """Append the response to ``part``, of which ``offset`` bytes exist; return whether the length was announced."""
+    total = None
+    content_length = response.headers.get("Content-Length")
+    if content_length and content_length.isdigit():
+        total = offset + int(content_length)
+
+    limit = MAX_BYTES
+    if file.size is not None:
+        limit = file.size
+
+    received = offset
     with (
-        part.open("ab" if have else "wb") as out,
-        tqdm(total=total, initial=have, unit="B", unit_scale=True, unit_divisor=1024, desc=file.name) as bar,
+        part.open("ab" if offset else "wb") as out,
+        tqdm(total=total, initial=offset, unit="B", unit_scale=True, unit_divisor=1024, desc=file.name) as bar,
     ):
-        while chunk := answer.read(CHUNK):
-            have += len(chunk)
-            if have > most:
-                break  # whatever this is, it is not the file; the check says so
+        while chunk := response.read(CHUNK):
+            received += len(chunk)
+            if received > limit:
+                break
             out.write(chunk)
             bar.update(len(chunk))
         out.flush()
         os.fsync(out.fileno())
-    if have > most:
+
+    if received > limit:
         part.unlink()
-        raise ValueError(f"{file.url} sends more than the {most:,} bytes of {file.name}: it is another file.")
-    if total is not None and have < total:
-        raise Broken(f"the connection ended after {have:,} of {total:,} bytes")
+        raise ValueError(f"{file.url} sends more than the {limit:,} bytes of {file.name}: it is another file.")
+    if total is not None and received < total:
+        raise IncompleteDownloadError(f"the connection ended after {received:,} of {total:,} bytes")
     return total is not None

@@ -7,30 +7,37 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from everlearn.sources.data import Data, Pair
-from everlearn.sources.files import File, Layout, Published
+from everlearn.sources.checksums import File, Layout, PublishedDataset
 from everlearn.sources.folders import read_image
+from everlearn.sources.labeled_data import Data, Pair
 from everlearn.sources.svhn import read_mat
 
 URL = "https://www.robots.ox.ac.uk/~vgg/data/flowers/102/"
 
 
 def _read(folder: Path, size: int) -> Data:
-    """The published parts: 1,020 images to train on and 6,149 for tests; the 1,020 for validation are left aside."""
+    """Read the published split: 1,020 training and 6,149 test images; the 1,020 validation images are not used."""
     labels = read_mat(folder / "imagelabels.mat", ("labels",))["labels"].ravel()
-    parts = read_mat(folder / "setid.mat", ("trnid", "tstid"))
-
-    def pair(ids: np.ndarray) -> Pair:
-        paths = [folder / "jpg" / f"image_{i:05d}.jpg" for i in ids]
-        if lost := [path.name for path in paths if not path.exists()]:
-            raise FileNotFoundError(f"{folder / 'jpg'} lacks {len(lost)} images, {lost[0]} among them; unpack it anew.")
-        y = torch.from_numpy(labels[ids - 1].astype(np.int64) - 1)  # published from 1 on
-        return torch.stack([read_image(path, size=size) for path in paths]), y
-
-    return Data(pair(parts["trnid"].ravel()), pair(parts["tstid"].ravel()))
+    split_ids = read_mat(folder / "setid.mat", ("trnid", "tstid"))
+    train = _read_images(folder / "jpg", split_ids["trnid"].ravel(), labels, size)
+    test = _read_images(folder / "jpg", split_ids["tstid"].ravel(), labels, size)
+    return Data(train, test)
 
 
-FLOWERS = Published(
+def _read_images(folder: Path, image_ids: np.ndarray, labels: np.ndarray, size: int) -> Pair:
+    paths = [folder / f"image_{i:05d}.jpg" for i in image_ids]
+    missing_names = [path.name for path in paths if not path.exists()]
+    if missing_names:
+        raise FileNotFoundError(
+            f"{folder} lacks {len(missing_names)} images, {missing_names[0]} among them; unpack it again."
+        )
+
+    # Images and labels are numbered from 1.
+    y = torch.from_numpy(labels[image_ids - 1].astype(np.int64) - 1)
+    return torch.stack([read_image(path, size=size) for path in paths]), y
+
+
+FLOWERS = PublishedDataset(
     "flowers",
     (
         Layout(
@@ -44,7 +51,7 @@ FLOWERS = Published(
             (
                 File("102flowers.tgz", "52808999861908f626f3c1f4e79d11fa", url=URL + "102flowers.tgz", unpacks="jpg"),
             ),
-            sized=True,
+            takes_size=True,
         ),
     ),
     "www.robots.ox.ac.uk/~vgg/data/flowers/102",

@@ -1,4 +1,4 @@
-"""Images in folders, one folder per class."""
+"""Read images from folders, one folder per class."""
 
 from __future__ import annotations
 
@@ -9,80 +9,107 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everlearn.extras import needs
-from everlearn.sources.data import Data, hold_back, renumbered
+from everlearn.runtime.optional_imports import needs
+from everlearn.sources.labeled_data import Data, align_labels, hold_back
 
-ENDINGS = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff"}
+IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff"}
+TEST_FOLDERS = ("test", "val", "valid")
 
 
 def image_folder(root: str | Path, *, size: int, grey: bool = False, test: float = 0.2) -> Data:
-    """The images under a folder, a sub-folder per class, all brought to one size and into memory.
+    """Read the images of a folder with one subfolder per class into memory, all resized to one size.
 
-    Where there are folders ``train`` and ``test`` (or ``val``), each with the classes inside, they are taken as such;
-    otherwise a share of each class is held back for tests. Images too many for the memory are better given to a stream
-    as a Dataset, for example torchvision's ``ImageFolder``.
+    If there are folders ``train`` and ``test`` (or ``val``, ``valid``) with the classes inside, they are the training
+    and the test set; otherwise a share of each class is for testing. For more images than fit into memory, give a
+    stream a Dataset, for example torchvision's ``ImageFolder``.
 
     Args:
         root: the folder.
-        size: the side of the square that an image is scaled to after its longer side has been cropped, in pixels.
-        grey: one channel instead of three.
-        test: the share of images for tests, where they do not have a folder of their own.
+        size: side of the images in pixels; an image is cropped to a square and scaled.
+        grey: whether to read one channel (grayscale) instead of three.
+        test: share of images for testing, if there is no test folder.
     """
-    return raw_folder(root, size=size, grey=grey, test=test).copy()
+    return load_raw_folder(root, size=size, grayscale=grey, test=test).copy()
 
 
-def raw_folder(root: str | Path, *, size: int, grey: bool = False, test: float = 0.2) -> Data:
-    """The same, with the images left in bytes."""
+def load_raw_folder(root: str | Path, *, size: int, grayscale: bool = False, test: float = 0.2) -> Data:
+    """Read the same data as ``image_folder``, with the images in bytes."""
     folder = Path(root)
     if not isinstance(size, int) or size < 1:
         raise ValueError(f"size is the side of the images in pixels, a whole number from 1, got {size!r}.")
     if not folder.is_dir():
-        raise FileNotFoundError(f"There is no folder {folder}: give one with a sub-folder of images per class.")
-    other = next((folder / name for name in ("test", "val", "valid") if (folder / name).is_dir()), None)
-    if other is None or not (folder / "train").is_dir():
-        x, y, names = read_folder(folder, size=size, grey=grey)
+        raise FileNotFoundError(f"There is no folder {folder}: give one with a subfolder of images per class.")
+
+    train_folder = folder / "train"
+    test_folder = next((folder / name for name in TEST_FOLDERS if (folder / name).is_dir()), None)
+    if test_folder is None or not train_folder.is_dir():
+        x, y, names = read_class_folders(folder, size=size, grayscale=grayscale)
         return hold_back(x, y, test, names=names)
-    x, y, names = read_folder(folder / "train", size=size, grey=grey)
-    x_test, y_test, own = read_folder(other, size=size, grey=grey)
-    if unknown := sorted(set(own) - set(names)):
-        raise ValueError(f"{other} has classes that {folder / 'train'} has not: {', '.join(unknown)}.")
-    return Data((x, y), (x_test, renumbered(y_test, own, names)), names=names)
+
+    x, y, names = read_class_folders(train_folder, size=size, grayscale=grayscale)
+    x_test, y_test, test_names = read_class_folders(test_folder, size=size, grayscale=grayscale)
+    unknown_names = sorted(set(test_names) - set(names))
+    if unknown_names:
+        raise ValueError(f"{test_folder} has classes that {train_folder} does not have: {', '.join(unknown_names)}.")
+    return Data((x, y), (x_test, align_labels(y_test, test_names, names)), names=names)
 
 
-def read_folder(
-    folder: Path, *, size: int, grey: bool = False, skip_damaged: bool = False
+def read_class_folders(
+    folder: Path, *, size: int, grayscale: bool = False, skip_damaged: bool = False
 ) -> tuple[Tensor, Tensor, list[str]]:
-    """Images in bytes, labels and names of the classes, in the order of the names."""
-    classes = sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
-    x, y = [], []
-    for label, path in enumerate(classes):
-        files = sorted(p for p in path.rglob("*") if p.suffix.lower() in ENDINGS and not p.name.startswith("."))
-        if not files:
-            raise ValueError(f"{path} has no images ({', '.join(sorted(ENDINGS))}): take it out of {folder}.")
-        for file in files:
+    """Read the images of all class folders.
+
+    Args:
+        folder: the folder of the class folders.
+        size: side of the images in pixels.
+        grayscale: whether to read one channel instead of three.
+        skip_damaged: whether to leave out unreadable images instead of raising.
+
+    Returns:
+        Images in bytes, labels, and class names in sorted order.
+    """
+    class_folders = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    images = []
+    labels = []
+    for label, class_folder in enumerate(class_folders):
+        image_paths = [path for path in sorted(class_folder.rglob("*")) if _is_image(path)]
+        if not image_paths:
+            suffixes = ", ".join(sorted(IMAGE_SUFFIXES))
+            raise ValueError(f"{class_folder} has no images ({suffixes}): take it out of {folder}.")
+
+        for path in image_paths:
             try:
-                x.append(read_image(file, size=size, grey=grey))
+                images.append(read_image(path, size=size, grayscale=grayscale))
             except ValueError:
                 if not skip_damaged:
                     raise
                 continue
-            y.append(label)
-    if not classes:
-        raise ValueError(f"{folder} has no sub-folders: an image's class is the name of the folder it is in.")
-    return torch.stack(x), torch.tensor(y), [path.name for path in classes]
+            labels.append(label)
+
+    if not class_folders:
+        raise ValueError(f"{folder} has no subfolders: an image's class is the name of the folder it is in.")
+    return torch.stack(images), torch.tensor(labels), [path.name for path in class_folders]
 
 
-def read_image(file: Path | IO[bytes], *, size: int | None = None, grey: bool = False) -> Tensor:
-    """One image in bytes, (channels, height, width), cropped to a square and scaled if a size is given."""
+def _is_image(path: Path) -> bool:
+    return path.suffix.lower() in IMAGE_SUFFIXES and not path.name.startswith(".")
+
+
+def read_image(file: Path | IO[bytes], *, size: int | None = None, grayscale: bool = False) -> Tensor:
+    """Read an image as bytes (channels, height, width), cropped to a square and scaled if a size is given."""
     needs("PIL", "data", "Reading images")
     from PIL import Image, ImageOps
 
+    mode = "L" if grayscale else "RGB"
     try:
         with Image.open(file) as opened:
-            image: Any = opened.convert("L" if grey else "RGB")
+            image: Any = opened.convert(mode)
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(f"{getattr(file, 'name', file)} cannot be read as an image: {error}.") from None
+
     if size is not None and image.size != (size, size):
         image = ImageOps.fit(image, (size, size), Image.Resampling.BILINEAR)
     pixels = torch.from_numpy(np.array(image))
-    return pixels.unsqueeze(0) if grey else pixels.permute(2, 0, 1).contiguous()
+    if grayscale:
+        return pixels.unsqueeze(0)
+    return pixels.permute(2, 0, 1).contiguous()

@@ -1,4 +1,4 @@
-"""Street View House Numbers: 99,289 digits in colour, 32 × 32 pixels (Netzer et al., 2011), the cropped version."""
+"""Street View House Numbers: 99,289 color digits, 32 × 32 pixels (Netzer et al., 2011), the cropped version."""
 
 from __future__ import annotations
 
@@ -7,26 +7,29 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from everlearn.extras import needs
-from everlearn.sources.data import Data, Pair
-from everlearn.sources.files import File, Layout, Published
+from everlearn.runtime.optional_imports import needs
+from everlearn.sources.checksums import File, Layout, PublishedDataset
+from everlearn.sources.labeled_data import Data, Pair
 
 URL = "http://ufldl.stanford.edu/housenumbers/"
 
 
 def _read(folder: Path) -> Data:
-    return Data(_one(folder / "train_32x32.mat"), _one(folder / "test_32x32.mat"), names="0123456789")
+    train = _read_digits(folder / "train_32x32.mat")
+    test = _read_digits(folder / "test_32x32.mat")
+    return Data(train, test, names="0123456789")
 
 
-def _one(path: Path) -> Pair:
-    """A file has the images last and calls the digit 0 by the label 10."""
+def _read_digits(path: Path) -> Pair:
+    """Read images, stored as (height, width, channels, examples), and labels; the digit 0 is stored as 10."""
     stored = read_mat(path, ("X", "y"))
     x = np.ascontiguousarray(np.transpose(stored["X"], (3, 2, 0, 1)))
-    return torch.from_numpy(x), torch.from_numpy(stored["y"].astype(np.int64).ravel() % 10)
+    y = stored["y"].astype(np.int64).ravel() % 10
+    return torch.from_numpy(x), torch.from_numpy(y)
 
 
 def read_mat(path: Path, keys: tuple[str, ...]) -> dict[str, np.ndarray]:
-    """Some arrays of a Matlab file."""
+    """Read the named arrays of a Matlab file."""
     io = needs("scipy.io", "data", "Reading Matlab files (.mat)")
     try:
         stored = io.loadmat(path, variable_names=keys)
@@ -35,7 +38,7 @@ def read_mat(path: Path, keys: tuple[str, ...]) -> dict[str, np.ndarray]:
         raise ValueError(f"{path} is not a Matlab file with {', '.join(keys)}, or is damaged: {error}.") from None
 
 
-SVHN = Published(
+SVHN = PublishedDataset(
     "svhn",
     (
         Layout(

@@ -1,23 +1,23 @@
-"""Streams of tasks: made from any labelled data, and ready-made ones by name."""
+"""Streams of tasks: builders for any labeled data, and benchmarks by name."""
 
 from collections.abc import Callable
 
-from everlearn.stream import Stream
-from everlearn.streams.alphabets import omniglot
-from everlearn.streams.build import permuted, rotated, split
-from everlearn.streams.chunks import online
+from everlearn.core.stream import Stream
+from everlearn.streams.bag_of_words import bag
+from everlearn.streams.builders import permuted, rotated, split
 from everlearn.streams.cifar import split_cifar10, split_cifar100
+from everlearn.streams.clinc150 import clinc150
 from everlearn.streams.core50 import core50_nc, core50_ni
 from everlearn.streams.digits import digits, online_digits, permuted_digits, rotated_digits
 from everlearn.streams.digits import load as digits_data
-from everlearn.streams.domains import digits_domains
-from everlearn.streams.five import five_datasets
-from everlearn.streams.gas import gas_drift
-from everlearn.streams.intents import clinc150
-from everlearn.streams.mas import mas_sequence
+from everlearn.streams.digits_domains import digits_domains
+from everlearn.streams.five_datasets import five_datasets
+from everlearn.streams.from_tasks import from_tasks
+from everlearn.streams.gas_drift import gas_drift
+from everlearn.streams.mas_sequence import mas_sequence
 from everlearn.streams.mnist import permuted_mnist, permuted_mnist_32, rotated_mnist, split_fashion_mnist, split_mnist
-from everlearn.streams.own import from_tasks
-from everlearn.streams.words import bag
+from everlearn.streams.omniglot import omniglot
+from everlearn.streams.online import online
 
 STREAMS: dict[str, Callable[..., Stream]] = {
     "digits": digits,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from everlearn.core.stream import Stream
+from everlearn.core.task import Scenario
 from everlearn.sources import load
-from everlearn.stream import Scenario, Stream
-from everlearn.streams.build import split
+from everlearn.streams.builders import split
 
 
 def split_cifar10(

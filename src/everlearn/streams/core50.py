@@ -1,4 +1,4 @@
-"""CORe50: fifty objects in the hand, filmed in eleven sessions (Lomonaco & Maltoni, 2017)."""
+"""CORe50: fifty hand-held objects, filmed in eleven sessions (Lomonaco & Maltoni, 2017)."""
 
 from __future__ import annotations
 
@@ -10,24 +10,29 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from everlearn.seeds import generator
-from everlearn.sources.files import data_root
+from everlearn.core.stream import Stream
+from everlearn.core.task import Scenario
+from everlearn.runtime.randomness import generator
+from everlearn.sources.checksums import require_root
 from everlearn.sources.folders import read_image
-from everlearn.stream import Scenario, Stream
-from everlearn.streams.own import from_tasks
-from everlearn.streams.sets import first_of
+from everlearn.streams.dataset_sequence import take_first
+from everlearn.streams.from_tasks import from_tasks
 
-SESSIONS, OBJECTS = range(1, 12), range(1, 51)
-TESTS = (3, 7, 10)
+SESSIONS = range(1, 12)
+TEST_SESSIONS = (3, 7, 10)
+TRAIN_SESSIONS = tuple(session for session in SESSIONS if session not in TEST_SESSIONS)
+OBJECTS = range(1, 51)
 FOLDER = "core50_128x128"
 ORIGIN = "vlomonaco.github.io/core50 (core50_128x128.zip)"
 
 
 class Frames(Dataset[tuple[Tensor, int]]):
-    """Images read when they are asked for: all of CORe50 would not fit into memory."""
+    """Dataset that reads images on access, because CORe50 does not fit into memory."""
 
     def __init__(self, paths: Sequence[str], targets: Sequence[int], size: int) -> None:
-        self.paths, self.targets, self.size = list(paths), list(targets), size
+        self.paths = list(paths)
+        self.targets = list(targets)
+        self.size = size
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -46,28 +51,35 @@ def core50_ni(
     size: int = 32,
     workers: int = 0,
 ) -> Stream:
-    """CORe50, new instances: all fifty objects in a new session per task; sessions 3, 7 and 10 are the test throughout.
+    """Load CORe50 with new instances: all fifty objects in one new session per task, tested on sessions 3, 7, 10.
 
     Args:
-        scenario: "domain", which is what new instances of known classes are.
-        tasks: only the first so many of the eight training sessions.
-        seed: of the order of the sessions and of the validation share; seed 0 keeps the order of time.
-        valid: share of each task's training examples held back for choosing hyper-parameters.
-        root: the folder of ``core50_128x128``; by default EVERLEARN_DATA.
-        size: the side of the images, in pixels.
-        workers: processes that read images.
+        scenario: "domain", because the classes stay the same.
+        tasks: number of training sessions to use, at most eight; by default all.
+        seed: seed of the order of the sessions and of the validation split; seed 0 keeps the chronological order.
+        valid: share of each task's training examples to use for validation.
+        root: folder of ``core50_128x128``; by default EVERLEARN_DATA.
+        size: side of the images in pixels.
+        workers: number of processes that read images.
     """
     if scenario != "domain":
         raise ValueError(f"New instances of the same classes are domain-incremental, got {scenario!r}; see core50_nc.")
-    folder = _folder(root)
-    sessions = first_of(_shuffled([s for s in SESSIONS if s not in TESTS], seed), tasks, "core50-ni")
-    classes = [o - 1 for o in OBJECTS]
-    test = _frames(folder, TESTS, classes, size)
+    folder = _find_folder(root)
+    sessions = take_first(_shuffle(list(TRAIN_SESSIONS), seed), tasks, "core50-ni")
+
+    classes = [number - 1 for number in OBJECTS]
+    test = _list_frames(folder, TEST_SESSIONS, classes, size)
     stream = from_tasks(
-        [(_frames(folder, [session], classes, size), test) for session in sessions],
-        scenario=scenario, names=[f"session {s}" for s in sessions], classes=[classes] * len(sessions), outputs=len(classes),
-        seed=seed, valid=valid, workers=workers, name="core50-ni",
-    )  # fmt: skip
+        [(_list_frames(folder, [session], classes, size), test) for session in sessions],
+        scenario=scenario,
+        names=[f"session {session}" for session in sessions],
+        classes=[classes] * len(sessions),
+        outputs=len(classes),
+        seed=seed,
+        valid=valid,
+        workers=workers,
+        name="core50-ni",
+    )
     return replace(stream, settings={**stream.settings, "sessions": sessions, "size": size})
 
 
@@ -80,48 +92,69 @@ def core50_nc(
     size: int = 32,
     workers: int = 0,
 ) -> Stream:
-    """CORe50, new classes: ten objects, then five more per task, filmed in eight sessions, tested in the other three.
+    """Load CORe50 with new classes: ten objects, then five more per task, in eight training and three test sessions.
 
-    Arguments as for ``core50_ni``; the scenario is "class" or "task", and the seed is of the order of the objects.
+    Arguments as for ``core50_ni``, except that the scenario is "class" or "task", and the seed also sets the order of
+    the objects.
     """
     if scenario == "domain":
         raise ValueError("New classes are class- or task-incremental, got 'domain'; see core50_ni.")
-    folder, order = _folder(root), _shuffled([o - 1 for o in OBJECTS], seed)
-    groups = first_of([order[:10], *(order[i : i + 5] for i in range(10, 50, 5))], tasks, "core50-nc")
-    sessions = [s for s in SESSIONS if s not in TESTS]
+    folder = _find_folder(root)
+    class_order = _shuffle([number - 1 for number in OBJECTS], seed)
+    groups = [class_order[:10], *(class_order[i : i + 5] for i in range(10, 50, 5))]
+    groups = take_first(groups, tasks, "core50-nc")
+
+    pairs = []
+    for classes in groups:
+        train = _list_frames(folder, TRAIN_SESSIONS, classes, size)
+        test = _list_frames(folder, TEST_SESSIONS, classes, size)
+        pairs.append((train, test))
+
     stream = from_tasks(
-        [(_frames(folder, sessions, own, size), _frames(folder, TESTS, own, size)) for own in groups],
-        scenario=scenario, classes=groups, outputs=len(OBJECTS), seed=seed, valid=valid, workers=workers, name="core50-nc",
-    )  # fmt: skip
-    return replace(stream, settings={**stream.settings, "class_order": order, "size": size})
+        pairs,
+        scenario=scenario,
+        classes=groups,
+        outputs=len(OBJECTS),
+        seed=seed,
+        valid=valid,
+        workers=workers,
+        name="core50-nc",
+    )
+    return replace(stream, settings={**stream.settings, "class_order": class_order, "size": size})
 
 
-def _shuffled(things: list[int], seed: int) -> list[int]:
+def _shuffle(numbers: list[int], seed: int) -> list[int]:
     if seed == 0:
-        return things
-    return [things[i] for i in torch.randperm(len(things), generator=generator(seed, "stream")).tolist()]
+        return numbers
+    order = torch.randperm(len(numbers), generator=generator(seed, "stream"))
+    return [numbers[i] for i in order.tolist()]
 
 
-def _folder(root: str | Path | None) -> Path:
-    wanted = [f"s{s}/o{o}" for s in SESSIONS for o in OBJECTS]
-    given = data_root("core50", f"{FOLDER}/s1/o1/*.png to {FOLDER}/s11/o50/*.png", ORIGIN, root)
-    folders = [given / "core50" / FOLDER, given / FOLDER, given / "core50", given]
-    folder = next((f for f in folders if (f / "s1").is_dir()), given / FOLDER)
-    if lacking := [name for name in wanted if not (folder / name).is_dir()]:
+def _find_folder(root: str | Path | None) -> Path:
+    """Return the folder of the sessions; raise if any of its object folders is missing."""
+    data_folder = require_root("core50", f"{FOLDER}/s1/o1/*.png to {FOLDER}/s11/o50/*.png", ORIGIN, root)
+    candidates = [data_folder / "core50" / FOLDER, data_folder / FOLDER, data_folder / "core50", data_folder]
+    folder = next((path for path in candidates if (path / "s1").is_dir()), data_folder / FOLDER)
+
+    required = [f"s{session}/o{number}" for session in SESSIONS for number in OBJECTS]
+    missing = [name for name in required if not (folder / name).is_dir()]
+    if missing:
         raise FileNotFoundError(
-            f"core50 is not whole in {folder}: {len(lacking)} of {len(wanted)} folders are missing, {lacking[0]} among "
-            f"them; get it from {ORIGIN}."
+            f"core50 is incomplete in {folder}: {len(missing)} of {len(required)} folders are missing, {missing[0]} "
+            f"among them; get it from {ORIGIN}."
         )
     return folder
 
 
-def _frames(folder: Path, sessions: Sequence[int], classes: Sequence[int], size: int) -> Frames:
-    found = [
-        (str(path), c)
-        for s in sessions
-        for c in classes
-        for path in sorted((folder / f"s{s}" / f"o{c + 1}").glob("*.png"))
-    ]
-    if not found:
-        raise FileNotFoundError(f"{folder} has no images in its folders: unpack it anew, from {ORIGIN}.")
-    return Frames([path for path, _ in found], [c for _, c in found], size)
+def _list_frames(folder: Path, sessions: Sequence[int], classes: Sequence[int], size: int) -> Frames:
+    paths = []
+    targets = []
+    for session in sessions:
+        for label in classes:
+            for path in sorted((folder / f"s{session}" / f"o{label + 1}").glob("*.png")):
+                paths.append(str(path))
+                targets.append(label)
+
+    if not paths:
+        raise FileNotFoundError(f"{folder} has no images in its folders: unpack it again, from {ORIGIN}.")
+    return Frames(paths, targets, size)

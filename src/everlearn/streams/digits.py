@@ -1,4 +1,4 @@
-"""The UCI handwritten digits, shipped with the package: a real data set that is always there.
+"""The UCI handwritten digits, shipped with the package, for tests and examples without a download.
 
 1,797 images of 8 × 8 pixels: Alpaydin, E. & Kaynak, C. (1998), Optical Recognition of Handwritten Digits, UCI Machine
 Learning Repository, doi 10.24432/C50P49, licensed CC BY 4.0.
@@ -13,22 +13,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everlearn.stream import Scenario, Stream
-from everlearn.streams.build import permuted, rotated, split
-from everlearn.streams.chunks import online
+from everlearn.core.stream import Stream
+from everlearn.core.task import Scenario
+from everlearn.streams.builders import permuted, rotated, split
+from everlearn.streams.online import online
 
 Pair = tuple[Tensor, Tensor]
 
 
 def load() -> tuple[Pair, Pair]:
-    """Training and test pairs (x, y): images of shape (1, 8, 8) in [0, 1]; every fifth image of each digit is for tests.
+    """Load training and test pairs (x, y): images (1, 8, 8) in [0, 1]; every fifth image of each digit is for testing.
 
     >>> (x, y), (x_test, y_test) = load()
     >>> x.shape, x_test.shape
     (torch.Size([1442, 1, 8, 8]), torch.Size([355, 1, 8, 8]))
     """
     (x, y), (x_test, y_test) = _read()
-    return (x.clone(), y.clone()), (x_test.clone(), y_test.clone())  # what the caller changes stays the caller's
+    # The tensors are cached, so callers get copies that they may modify.
+    return (x.clone(), y.clone()), (x_test.clone(), y_test.clone())
 
 
 @cache
@@ -36,10 +38,12 @@ def _read() -> tuple[Pair, Pair]:
     with files("everlearn.streams").joinpath("digits.npz").open("rb") as file, np.load(file) as stored:
         x = torch.from_numpy(stored["images"]).float().unsqueeze(1) / 16
         y = torch.from_numpy(stored["labels"]).long()
+
+    # Count how many images of the same digit come before each image; every fifth is for testing.
     one_hot = torch.nn.functional.one_hot(y)
-    occurrence = (one_hot.cumsum(0) * one_hot).sum(1) - 1  # how many images of the same digit came before
-    test = occurrence % 5 == 4
-    return (x[~test], y[~test]), (x[test], y[test])
+    occurrence = (one_hot.cumsum(0) * one_hot).sum(1) - 1
+    is_test = occurrence % 5 == 4
+    return (x[~is_test], y[~is_test]), (x[is_test], y[is_test])
 
 
 def digits(scenario: Scenario = "class", tasks: int = 5, seed: int = 0, valid: float = 0.0) -> Stream:
@@ -48,15 +52,15 @@ def digits(scenario: Scenario = "class", tasks: int = 5, seed: int = 0, valid: f
 
 
 def permuted_digits(scenario: Scenario = "domain", tasks: int = 10, seed: int = 0, valid: float = 0.0) -> Stream:
-    """All ten digits per task, pixels in another order each time."""
+    """Permuted digits: all ten digits per task, with another pixel permutation each."""
     return permuted(*load(), tasks=tasks, scenario=scenario, seed=seed, valid=valid, name="permuted-digits")
 
 
 def rotated_digits(scenario: Scenario = "domain", tasks: int = 5, seed: int = 0, valid: float = 0.0) -> Stream:
-    """All ten digits per task, turned by another angle each time."""
+    """Rotated digits: all ten digits per task, rotated by another angle each."""
     return rotated(*load(), tasks=tasks, scenario=scenario, seed=seed, valid=valid, name="rotated-digits")
 
 
 def online_digits(scenario: Scenario = "class", tasks: int = 5, seed: int = 0, valid: float = 0.0) -> Stream:
-    """Split digits in chunks of ten images that come once."""
+    """Online split digits: chunks of ten images, each seen once."""
     return online(digits(scenario, tasks, seed, valid), chunk=10, seed=seed)

@@ -6,9 +6,10 @@ from pathlib import Path
 
 from torch.nn.functional import pad
 
+from everlearn.core.stream import Stream
+from everlearn.core.task import Scenario
 from everlearn.sources import load
-from everlearn.stream import Scenario, Stream
-from everlearn.streams.build import permuted, rotated, split
+from everlearn.streams.builders import permuted, rotated, split
 
 
 def split_mnist(
@@ -29,21 +30,22 @@ def split_fashion_mnist(
 def permuted_mnist(
     scenario: Scenario = "domain", tasks: int = 10, seed: int = 0, valid: float = 0.0, root: str | Path | None = None
 ) -> Stream:
-    """All ten digits per task, pixels in another order each time."""
+    """Permuted MNIST: all ten digits per task, with another pixel permutation each."""
     return permuted(*load("mnist", root), tasks=tasks, scenario=scenario, seed=seed, valid=valid, name="permuted-mnist")
 
 
 def permuted_mnist_32(
     scenario: Scenario = "domain", tasks: int = 10, seed: int = 0, valid: float = 0.0, root: str | Path | None = None
 ) -> Stream:
-    """Permuted MNIST with a rim of two pixels, 32 × 32, as van de Ven & Tolias permute it."""
+    """Permuted MNIST, zero-padded to 32 × 32 before the permutation, as in van de Ven & Tolias."""
     (x, y), (x_test, y_test) = load("mnist", root)
-    wide = [(pad(images, (2, 2, 2, 2)), labels) for images, labels in ((x, y), (x_test, y_test))]
-    return permuted(*wide, tasks=tasks, scenario=scenario, seed=seed, valid=valid, name="permuted-mnist-32")
+    train = (pad(x, (2, 2, 2, 2)), y)
+    test = (pad(x_test, (2, 2, 2, 2)), y_test)
+    return permuted(train, test, tasks=tasks, scenario=scenario, seed=seed, valid=valid, name="permuted-mnist-32")
 
 
 def rotated_mnist(
     scenario: Scenario = "domain", tasks: int = 10, seed: int = 0, valid: float = 0.0, root: str | Path | None = None
 ) -> Stream:
-    """All ten digits per task, turned by another angle each time."""
+    """Rotated MNIST: all ten digits per task, rotated by another angle each."""
     return rotated(*load("mnist", root), tasks=tasks, scenario=scenario, seed=seed, valid=valid, name="rotated-mnist")

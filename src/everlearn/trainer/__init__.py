@@ -1,10 +1,10 @@
-"""The trainer: the loop of ``Method``'s docstring as functions, and nothing a method could not do without."""
+"""Training loops: ``train`` for a task, ``run`` for a stream, ``evaluate`` for tests."""
 
-from everlearn.trainer.checkpoints import Every
-from everlearn.trainer.evaluation import evaluate
-from everlearn.trainer.lesson import Trained, train
-from everlearn.trainer.running import run
-from everlearn.trainer.tracking import Tracker
-from everlearn.trainer.training import Training
+from everlearn.trainer.checkpoints import CheckpointEvery
+from everlearn.trainer.evaluate import evaluate
+from everlearn.trainer.run import run
+from everlearn.trainer.settings import Training
+from everlearn.trainer.trackers import Tracker
+from everlearn.trainer.train import TrainResult, train
 
-__all__ = ["Every", "Tracker", "Trained", "Training", "evaluate", "run", "train"]
+__all__ = ["CheckpointEvery", "Tracker", "TrainResult", "Training", "evaluate", "run", "train"]

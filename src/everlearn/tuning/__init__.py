@@ -1,8 +1,8 @@
-"""Finding a method's strength: trials that share what is identical, judged on data held back."""
+"""Hyperparameter tuning of methods on validation data, with trials that share the first task."""
 
-from everlearn.fields import Search
-from everlearn.tuning.side_by_side import Lost
-from everlearn.tuning.study import Tuned, tune
+from everlearn.core.hyperparameters import Search
+from everlearn.experiments.executors import WorkerLost
 from everlearn.tuning.trials import Trial
+from everlearn.tuning.tune import Tuned, tune
 
-__all__ = ["Lost", "Search", "Trial", "Tuned", "tune"]
+__all__ = ["Search", "Trial", "Tuned", "WorkerLost", "tune"]

@@ -1,4 +1,4 @@
-"""Trials side by side, each in a process of its own that begins where the first task is learned."""
+"""Run trials in worker processes that are forked after the first task is trained."""
 
 from __future__ import annotations
 
@@ -10,97 +10,106 @@ from typing import Any, NamedTuple
 
 import torch
 
-from everlearn.orphans import end_with_parent
+from everlearn.experiments.executors import WorkerLost
+from everlearn.runtime.processes import end_with_parent
 
-Report = Callable[[float, int], bool]  # the score so far and the step; whether to give up
-Learn = Callable[[Any, Report], dict[str, Any]]  # of values
-TRIES = 3  # for a trial whose process dies
-
-
-class Lost(OSError):
-    """A process is gone, or its machine, which says nothing about what it did: the same command goes on with that."""
+ReportScore = Callable[[float, int], bool]  # (score, step) -> whether to prune
+TrainTrial = Callable[[Any, ReportScore], dict[str, Any]]
+MAX_ATTEMPTS = 3  # for a trial whose process dies
 
 
-class Running(NamedTuple):
-    """A trial under way."""
+class RunningTrial(NamedTuple):
+    """A trial in a worker process."""
 
     trial: Any
     values: Any
     process: Any
-    tries: int
+    attempts: int
 
 
-def side_by_side(
+def run_in_processes(
     propose: Callable[[], tuple[Any, Any] | None],
-    learn: Learn,
-    hopeless: Callable[[Any, float, int], bool],
+    train: TrainTrial,
+    should_prune: Callable[[Any, float, int], bool],
     workers: int,
-) -> Iterator[tuple[Any, dict[str, Any] | Lost]]:
-    """Trials and what came of each, as they end; ``Lost`` where its process dies again and again.
+) -> Iterator[tuple[Any, dict[str, Any] | WorkerLost]]:
+    """Run trials in processes; yields each with its outcome as it ends, ``WorkerLost`` if its process dies repeatedly.
 
-    Processes are forked, so that all share the memory of what was learned before them.
+    Processes are forked, so that they share the memory of the trained first task.
 
     Args:
-        propose: the next trial and its values, None when there are enough.
-        learn: what a process does with the values.
-        hopeless: whether a trial with this score at this step is given up.
-        workers: processes at a time.
+        propose: returns the next trial and its values, or None when there are enough.
+        train: called with the values in a worker process.
+        should_prune: called with a trial, its score and its step.
+        workers: maximum number of processes at a time.
     """
     if "fork" not in multiprocessing.get_all_start_methods() or torch.cuda.is_initialized():
         raise ValueError(
-            "Trials side by side are forked, which this system, or a process that uses a GPU, cannot: workers=1."
+            "Several workers are forked, which is not possible on this system, or in a process that uses a GPU: set "
+            "workers=1."
         )
-    context, running = multiprocessing.get_context("fork"), {}
+    context = multiprocessing.get_context("fork")
+    running: dict[Any, RunningTrial] = {}
 
-    def begin(trial: Any, values: Any, tries: int) -> None:
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_work, args=(theirs, learn, values))
+    def start_process(trial: Any, values: Any, attempts: int) -> None:
+        parent_pipe, child_pipe = context.Pipe()
+        process = context.Process(target=_run_worker, args=(child_pipe, train, values))
         process.start()
-        theirs.close()
-        running[ours] = Running(trial, values, process, tries)
+        child_pipe.close()
+        running[parent_pipe] = RunningTrial(trial, values, process, attempts)
 
     try:
         while True:
-            while len(running) < workers and (proposed := propose()) is not None:
-                begin(*proposed, 1)
+            while len(running) < workers:
+                proposed = propose()
+                if proposed is None:
+                    break
+                start_process(*proposed, 1)
             if not running:
                 return
+
             for pipe in wait(list(running)):
                 assert isinstance(pipe, Connection)
-                one = running[pipe]
+                current = running[pipe]
                 try:
                     kind, content = pipe.recv()
                 except (EOFError, OSError):
+                    # The process has died.
                     del running[pipe]
-                    if one.tries < TRIES:
-                        begin(one.trial, one.values, one.tries + 1)
+                    if current.attempts < MAX_ATTEMPTS:
+                        start_process(current.trial, current.values, current.attempts + 1)
                     else:
-                        yield one.trial, Lost(f"its process has died {TRIES} times, perhaps for lack of memory")
+                        message = f"its process has died {MAX_ATTEMPTS} times, perhaps for lack of memory"
+                        yield current.trial, WorkerLost(message)
                     continue
-                if kind == "so far":
-                    verdict = hopeless(one.trial, *content)
-                    with suppress(OSError):  # it has died meanwhile, as the next look at its pipe tells
-                        pipe.send(verdict)
+
+                if kind == "score":
+                    is_pruned = should_prune(current.trial, *content)
+                    # If the process has died meanwhile, the next read from its pipe fails.
+                    with suppress(OSError):
+                        pipe.send(is_pruned)
                     continue
+
                 del running[pipe]
-                one.process.join()
+                current.process.join()
                 if kind == "error":
                     raise content
-                yield one.trial, content
+                yield current.trial, content
     finally:
-        for one in running.values():
-            one.process.terminate()
+        for current in running.values():
+            current.process.terminate()
 
 
-def _work(pipe: Connection, learn: Learn, values: Any) -> None:
-    torch.set_num_threads(1)  # the others have the other cores
+def _run_worker(pipe: Connection, train: TrainTrial, values: Any) -> None:
+    # The other workers use the other cores.
+    torch.set_num_threads(1)
     end_with_parent()
 
-    def report(score: float, step: int) -> bool:
-        pipe.send(("so far", (score, step)))
+    def report_score(score: float, step: int) -> bool:
+        pipe.send(("score", (score, step)))
         return bool(pipe.recv())
 
     try:
-        pipe.send(("ended", learn(values, report)))
-    except Exception as error:  # noqa: BLE001 - raised where somebody listens
+        pipe.send(("ended", train(values, report_score)))
+    except Exception as error:  # noqa: BLE001 - raised again in the parent process
         pipe.send(("error", error))

@@ -1,4 +1,4 @@
-"""Trials: asked for, learned, and what came of each noted."""
+"""Trials of a study: propose values, train with them, and record the scores."""
 
 from __future__ import annotations
 
@@ -10,212 +10,254 @@ from itertools import islice
 from statistics import fmean, quantiles
 from typing import Any
 
-from everlearn.method import Method
-from everlearn.results import Result
-from everlearn.tuning.archive import ENDED
-from everlearn.tuning.side_by_side import Lost, Report, side_by_side
-from everlearn.tuning.space import Dimension, Value, changed
-from everlearn.tuning.start import GivenUp, Start
+from everlearn.core.method import Method
+from everlearn.experiments.executors import WorkerLost
+from everlearn.results.result import Result
+from everlearn.tuning.search_space import Dimension, Value, with_values
+from everlearn.tuning.shared_start import SharedStart, TrialPruned
+from everlearn.tuning.side_by_side import ReportScore, run_in_processes
+from everlearn.tuning.storage import ENDED_STATES
 
-Runs = Callable[[Sequence[tuple[Method, int]]], Iterable[tuple[int, Result | Exception]]]
-"""From methods and seeds the runs on validation data: which has ended, and what came of it."""
-Outcome = dict[str, Any] | Lost
-GIVEN_UP = "given up at step"
+RemoteRuns = Callable[[Sequence[tuple[Method, int]]], Iterable[tuple[int, Result | Exception]]]
+"""Runs (method, seed) pairs on validation data; yields (index, result or error) as each ends."""
+TrialOutcome = dict[str, Any] | WorkerLost
+
+# Names of attributes in the study file.
+PRUNED_STEP_KEY = "given up at step"
+FAILURE_KEY = "why"
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Values that were tried, and mean scores on validation data; None where the trial was given up.
+    """Values that were tried, and mean scores on validation data; None if the trial was pruned or failed.
 
     Args:
-        values: by the fields' names.
-        score: over all tasks at the end, which is what counts.
-        old: over all tasks but the last, at the end.
-        new: over tasks just learned.
-        why: it was given up.
+        values: values by field name.
+        score: mean over all tasks after the last task; this is maximized.
+        old: mean over all tasks but the last, after the last task.
+        new: mean over tasks, each right after its training.
+        failure: why the trial has no score; empty if it has one.
     """
 
     values: dict[str, Value]
     score: float | None
     old: float | None = None
     new: float | None = None
-    why: str = ""
+    failure: str = ""
 
     def __str__(self) -> str:
         values = ", ".join(
-            f"{name} = {v:.4g}" if isinstance(v, float) else f"{name} = {v}" for name, v in self.values.items()
+            f"{name} = {value:.4g}" if isinstance(value, float) else f"{name} = {value}"
+            for name, value in self.values.items()
         )
-        return f"{values}: {self.why or 'given up' if self.score is None else f'{self.score:.4f}'}"
+        if self.score is None:
+            return f"{values}: {self.failure or 'pruned'}"
+        return f"{values}: {self.score:.4f}"
 
 
 @dataclass
-class Asked:
-    """A study at work.
+class StudyRunner:
+    """Runs the trials of an Optuna study.
 
     Args:
-        study: of Optuna.
+        study: the Optuna study.
         optuna: the package.
-        at: the fields.
-        starts: a seed each.
-        prune: give up hopeless trials.
-        trials: how many there shall be.
+        dimensions: the fields that are tuned.
+        starts: one per seed.
+        prune: whether to stop trials that are worse than most.
+        trials: number of trials.
     """
 
     study: Any
     optuna: Any
-    at: Sequence[Dimension]
-    starts: Sequence[Start]
+    dimensions: Sequence[Dimension]
+    starts: Sequence[SharedStart]
     prune: bool
     trials: int
 
     def __post_init__(self) -> None:
-        self.lost: list[Lost] = []
-        self._left = deque(t for t in self.study.trials if t.state.name == "RUNNING")  # by a process that was stopped
+        self.lost_workers: list[WorkerLost] = []
+        # Trials that were running when an earlier process was stopped.
+        self._interrupted = deque(trial for trial in self.study.trials if trial.state.name == "RUNNING")
 
-    def known(self) -> list[Trial]:
-        """Those that have ended."""
-        return [_trial(t) for t in self.study.trials if t.state.name in ENDED]
+    def ended_trials(self) -> list[Trial]:
+        """Trials that have ended, in earlier processes too."""
+        return [_read_trial(trial) for trial in self.study.trials if trial.state.name in ENDED_STATES]
 
-    def ended(self, workers: int, elsewhere: Runs | None) -> Iterator[Trial]:
-        """Each trial when it has ended; one that is lost is left as it is, for a later call to go on with."""
-        for trial, outcome in self._outcomes(workers, elsewhere):
-            if isinstance(outcome, Lost):
-                self.lost.append(outcome)
+    def run_trials(self, workers: int, run_remotely: RemoteRuns | None) -> Iterator[Trial]:
+        """Yield each trial as it ends; a trial whose worker is lost stays open, and a later call resumes it."""
+        for trial, outcome in self._trial_outcomes(workers, run_remotely):
+            if isinstance(outcome, WorkerLost):
+                self.lost_workers.append(outcome)
             else:
-                yield self._note(trial, outcome)
+                yield self._record(trial, outcome)
 
-    def _outcomes(self, workers: int, elsewhere: Runs | None) -> Iterator[tuple[Any, Outcome]]:
-        """One after the other, side by side, or elsewhere."""
-        if elsewhere is not None:
-            yield from self._in_rounds(workers, elsewhere)
+    def _trial_outcomes(self, workers: int, run_remotely: RemoteRuns | None) -> Iterator[tuple[Any, TrialOutcome]]:
+        """Run trials in this process, in worker processes, or remotely."""
+        if run_remotely is not None:
+            yield from self._run_in_rounds(workers, run_remotely)
         elif workers > 1:
+            # Train the first task before processes are forked, so that they share it.
             for start in self.starts:
-                start.prepare()  # once, before processes are made
-            yield from side_by_side(self._propose, self._learn, self._is_hopeless, workers)
+                start.prepare()
+            yield from run_in_processes(self._propose, self._train, self._should_prune, workers)
         else:
             for trial, values in iter(self._propose, None):
-                yield trial, self._learn(values, partial(self._is_hopeless, trial))
+                yield trial, self._train(values, partial(self._should_prune, trial))
 
-    def _in_rounds(self, workers: int, elsewhere: Runs) -> Iterator[tuple[Any, Outcome]]:
-        """So many at a time; the next when all have ended."""
+    def _run_in_rounds(self, workers: int, run_remotely: RemoteRuns) -> Iterator[tuple[Any, TrialOutcome]]:
+        """Run ``workers`` trials at a time remotely; the next round starts when all have ended."""
         seeds = [start.training.seed for start in self.starts]
-        while proposed := list(islice(iter(self._propose, None), workers)):
+        while True:
+            proposed = list(islice(iter(self._propose, None), workers))
+            if not proposed:
+                return
+
             runs: list[tuple[Any, Method, int]] = []
             for trial, values in proposed:
                 try:
-                    runs += [(trial, changed(self.starts[0].method, self.at, values), seed) for seed in seeds]
-                except ValueError as error:  # fields that do not go together
-                    yield trial, {"why": str(error)}
-            came: dict[int, dict[int, Result | Exception]] = defaultdict(dict)
-            for i, outcome in elsewhere([(method, seed) for _, method, seed in runs]) if runs else ():
-                trial, _, seed = runs[i]
-                came[trial.number][seed] = outcome
-                if len(came[trial.number]) == len(seeds):
-                    yield trial, _outcome([came[trial.number][s] for s in seeds])
+                    runs += [(trial, with_values(self.starts[0].method, self.dimensions, values), s) for s in seeds]
+                except ValueError as error:
+                    # The method does not accept these values together.
+                    yield trial, {FAILURE_KEY: str(error)}
+            if not runs:
+                continue
+
+            # A trial has ended when all its seeds have.
+            received: dict[int, dict[int, Result | Exception]] = defaultdict(dict)
+            for index, outcome in run_remotely([(method, seed) for _, method, seed in runs]):
+                trial, _, seed = runs[index]
+                trial_outcomes = received[trial.number]
+                trial_outcomes[seed] = outcome
+                if len(trial_outcomes) == len(seeds):
+                    yield trial, _combine_outcomes([trial_outcomes[s] for s in seeds])
 
     def _propose(self) -> tuple[Any, list[Value]] | None:
-        """Values to try: first those of trials that were stopped, which so meet the others that they would have met."""
+        """Propose a trial and its values; None when there are enough trials."""
         trials = self.study.trials
-        known, running = self.known(), [t.params for t in trials if t.state.name == "RUNNING"]
-        if self._left and len(known) + len(running) - len(self._left) < self.trials:
-            return self._with_values(self.optuna.trial.Trial(self.study, self._left.popleft()._trial_id))
-        if len(known) + len(running) >= self.trials:
+        ended = self.ended_trials()
+        running_values = [trial.params for trial in trials if trial.state.name == "RUNNING"]
+
+        # Interrupted trials come first, so that pruning compares them with the same trials as before the interruption.
+        num_active = len(ended) + len(running_values)
+        if self._interrupted and num_active - len(self._interrupted) < self.trials:
+            return self._suggest_values(self.optuna.trial.Trial(self.study, self._interrupted.popleft()._trial_id))
+        if num_active >= self.trials:
             return None
-        if not any(t.state.name == "WAITING" for t in trials):
-            if self.lost and not known:
-                return None  # of machines that are gone nothing is learned: what to try next is better asked later
-            self._choose(known, running)
-        return self._with_values(self.study.ask())
 
-    def _choose(self, known: Sequence[Trial], running: Sequence[dict[str, Value]]) -> None:
-        """The next value of a single number; values that are being tried count as what lies between their neighbours."""
-        if len(self.at) == 1 and self.at[0].measured:
-            name = self.at[0].name
-            scores = [(float(t.values[name]), t.score) for t in known]
-            going = [float(params[name]) for params in running if name in params]
-            self.study.enqueue_trial({name: self.at[0].between(self.at[0].with_running(scores, going))})
+        if not any(trial.state.name == "WAITING" for trial in trials):
+            # If all machines are lost, no score is known: better choose the next value in a later call.
+            if self.lost_workers and not ended:
+                return None
+            self._enqueue_refinement(ended, running_values)
+        return self._suggest_values(self.study.ask())
 
-    def _with_values(self, trial: Any) -> tuple[Any, list[Value]]:
-        return trial, [d.suggest(trial) for d in self.at]
+    def _enqueue_refinement(self, ended: Sequence[Trial], running_values: Sequence[dict[str, Value]]) -> None:
+        """Enqueue the next value if a single real number is tuned; scores of running trials are interpolated."""
+        if len(self.dimensions) != 1 or not self.dimensions[0].is_continuous:
+            return
+        dimension = self.dimensions[0]
+        scores = [(float(trial.values[dimension.name]), trial.score) for trial in ended]
+        running = [float(values[dimension.name]) for values in running_values if dimension.name in values]
+        next_value = dimension.refine(dimension.interpolate_running(scores, running))
+        self.study.enqueue_trial({dimension.name: next_value})
 
-    def _learn(self, values: Sequence[Value], hopeless: Report) -> dict[str, Any]:
-        """What comes of these values, over all seeds."""
+    def _suggest_values(self, trial: Any) -> tuple[Any, list[Value]]:
+        return trial, [dimension.suggest(trial) for dimension in self.dimensions]
+
+    def _train(self, values: Sequence[Value], should_prune: ReportScore) -> dict[str, Any]:
+        """Train with these values, once per seed; returns the scores or the failure."""
         results: list[Result] = []
-        told_of: set[int] = set()  # a part of a task may have ended, or a process that was killed have told of it
+        num_tasks = len(self.starts[0].stream.test_tasks)
+        # Rows are passed again after each part of a task, and after resuming: report each step once.
+        reported_steps: set[int] = set()
 
-        def told(rows: Sequence[Sequence[float]]) -> None:
-            tasks = len(self.starts[0].stream.exams)
-            for learned, row in enumerate(rows[: tasks - 1], 1):
-                step = len(results) * tasks + learned
-                if step not in told_of and hopeless(fmean(row[:learned]), step):
-                    raise GivenUp(f"given up after task {learned}")
-                told_of.add(step)
+        def on_rows(rows: Sequence[Sequence[float]]) -> None:
+            for tasks_learned, row in enumerate(rows[: num_tasks - 1], 1):
+                step = len(results) * num_tasks + tasks_learned
+                if step not in reported_steps and should_prune(fmean(row[:tasks_learned]), step):
+                    raise TrialPruned(f"pruned after task {tasks_learned}")
+                reported_steps.add(step)
 
         try:
-            changed(self.starts[0].method, self.at, values)
-        except ValueError as error:  # fields that do not go together
-            return {"why": str(error)}
+            with_values(self.starts[0].method, self.dimensions, values)
+        except ValueError as error:
+            # The method does not accept these values together.
+            return {FAILURE_KEY: str(error)}
         try:
             for start in self.starts:
-                results.append(start.learn(values, told))
-        except (GivenUp, FloatingPointError) as error:  # a strength can be too much for the optimizer
-            return {"why": str(error)}
-        return _scores(results)
+                results.append(start.train_trial(values, on_rows))
+        except (TrialPruned, FloatingPointError) as error:
+            # A large strength can make the loss infinite.
+            return {FAILURE_KEY: str(error)}
+        return _mean_scores(results)
 
-    def _is_hopeless(self, trial: Any, score: float, step: int) -> bool:
-        """Whether a trial is given up; once said it stays, for one whose process was killed and that comes to the step again."""
-        before = next(t for t in self.study.trials if t.number == trial.number)
-        if step in before.intermediate_values:
-            return bool(before.user_attrs.get(GIVEN_UP) == step)
-        hopeless = self.prune and _hopeless(self.study, trial.number, score, step)
-        if hopeless:
-            trial.set_user_attr(GIVEN_UP, step)
+    def _should_prune(self, trial: Any, score: float, step: int) -> bool:
+        """Record the score at a step and decide on pruning; a resumed trial gets the recorded decision."""
+        stored_trial = next(stored for stored in self.study.trials if stored.number == trial.number)
+        if step in stored_trial.intermediate_values:
+            return bool(stored_trial.user_attrs.get(PRUNED_STEP_KEY) == step)
+        is_pruned = self.prune and _is_hopeless(self.study, trial.number, score, step)
+        # The decision is written before the score, so that a killed process never leaves a score without it.
+        if is_pruned:
+            trial.set_user_attr(PRUNED_STEP_KEY, step)
         trial.report(score, step)
-        return hopeless
+        return is_pruned
 
-    def _note(self, trial: Any, outcome: dict[str, Any]) -> Trial:
+    def _record(self, trial: Any, outcome: dict[str, Any]) -> Trial:
+        """Write the outcome of a trial to the study."""
         score = outcome.pop("score", None)
-        for name, fact in outcome.items():
-            trial.set_user_attr(name, fact)
+        for key, value in outcome.items():
+            trial.set_user_attr(key, value)
         if score is None:
-            return _trial(self.study.tell(trial, state=self.optuna.trial.TrialState.PRUNED))
-        return _trial(self.study.tell(trial, score))
+            return _read_trial(self.study.tell(trial, state=self.optuna.trial.TrialState.PRUNED))
+        return _read_trial(self.study.tell(trial, score))
 
 
-def _scores(results: Sequence[Result]) -> dict[str, Any]:
+def _mean_scores(results: Sequence[Result]) -> dict[str, Any]:
     return {
-        "old": fmean(float(r.accuracy[-1, :-1].mean()) for r in results),
-        "new": fmean(r.learning_accuracy for r in results),
-        "score": fmean(r.average_accuracy for r in results),
+        "old": fmean(float(result.accuracy[-1, :-1].mean()) for result in results),
+        "new": fmean(result.learning_accuracy for result in results),
+        "score": fmean(result.average_accuracy for result in results),
     }
 
 
-def _outcome(came: Sequence[Result | Exception]) -> Outcome:
-    """What came of a trial's runs: a loss that is no number is the trial's end, a lost machine is not, any other error is raised."""
-    for error in came:
-        if isinstance(error, Exception) and not isinstance(error, (FloatingPointError, Lost)):
-            raise error
-    for error in came:
-        if isinstance(error, FloatingPointError):
-            return {"why": str(error)}
-    lost = next((error for error in came if isinstance(error, Lost)), None)
-    return lost or _scores([one for one in came if isinstance(one, Result)])
+def _combine_outcomes(run_outcomes: Sequence[Result | Exception]) -> TrialOutcome:
+    """Outcome of a trial from those of its seeds: an infinite loss fails the trial, a lost worker leaves it open."""
+    for outcome in run_outcomes:
+        if isinstance(outcome, Exception) and not isinstance(outcome, (FloatingPointError, WorkerLost)):
+            raise outcome
+    for outcome in run_outcomes:
+        if isinstance(outcome, FloatingPointError):
+            return {FAILURE_KEY: str(outcome)}
+    for outcome in run_outcomes:
+        if isinstance(outcome, WorkerLost):
+            return outcome
+    return _mean_scores([outcome for outcome in run_outcomes if isinstance(outcome, Result)])
 
 
-def _hopeless(study: Any, number: int, score: float, step: int) -> bool:
-    """Whether three quarters of the trials before were better at this step.
+def _is_hopeless(study: Any, number: int, score: float, step: int) -> bool:
+    """Whether three quarters of the other trials were better at this step.
 
-    Optuna's own pruners take a trial's best step instead, which while forgetting is always the first.
+    Optuna's pruners compare the best score of a trial over its steps, which, as tasks are forgotten, is always the first.
     """
-    others = [
-        t.intermediate_values[step]
-        for t in study.trials
-        if t.number != number and t.state.name != "FAIL" and step in t.intermediate_values  # failed, it is tried again
+    # Failed trials are left out: they are tried again.
+    other_scores = [
+        trial.intermediate_values[step]
+        for trial in study.trials
+        if trial.number != number and trial.state.name != "FAIL" and step in trial.intermediate_values
     ]
-    return len(others) >= 4 and score < quantiles(others, n=4)[0]
+    return len(other_scores) >= 4 and score < quantiles(other_scores, n=4)[0]
 
 
-def _trial(frozen: Any) -> Trial:
-    score = frozen.value if frozen.state.name == "COMPLETE" else None
-    facts = {name: fact for name, fact in frozen.user_attrs.items() if name != GIVEN_UP}
-    return Trial(dict(frozen.params), score, **facts)
+def _read_trial(stored_trial: Any) -> Trial:
+    """Read a trial from the study."""
+    attributes = stored_trial.user_attrs
+    score = stored_trial.value if stored_trial.state.name == "COMPLETE" else None
+    return Trial(
+        dict(stored_trial.params),
+        score,
+        attributes.get("old"),
+        attributes.get("new"),
+        attributes.get(FAILURE_KEY, ""),
+    )

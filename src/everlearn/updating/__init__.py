@@ -1,8 +1,8 @@
-"""Updating a deployed model: new data in, the old skills kept, or nothing replaced."""
+"""Update a deployed model with new data, and replace it only if accuracy on the old data is kept."""
 
-from everlearn.updating.outcome import Rules, Update
-from everlearn.updating.process import update
-from everlearn.updating.reading import Reading
-from everlearn.updating.weights import class_names, load
+from everlearn.updating.read_data import Reading
+from everlearn.updating.update import update
+from everlearn.updating.verdict import Rules, Update
+from everlearn.updating.weights_file import class_names, load
 
 __all__ = ["Reading", "Rules", "Update", "class_names", "load", "update"]

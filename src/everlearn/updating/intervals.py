@@ -14,12 +14,12 @@ LEVEL = 0.95
 
 @dataclass(frozen=True)
 class PairedCounts:
-    """How the answers to the same examples changed between two models.
+    """Counts of the examples on which two models differ.
 
     Args:
-        lost: examples that only the first model answers correctly.
-        gained: examples that only the second model answers correctly.
-        examples: all of them.
+        lost: examples that only the first model classifies correctly.
+        gained: examples that only the second model classifies correctly.
+        examples: the total number.
     """
 
     lost: int
@@ -38,8 +38,9 @@ class PairedCounts:
             l - g ± z √((l + g - (l - g)²) / (n + 2))
 
         Accuracies of two models on the same examples are not independent: only the examples on which they differ carry
-        information, as in McNemar's test. Recommended for paired proportions by Fagerland, Lydersen & Laake (Statistics in
-        Medicine, 2014); unlike a bootstrap it does not collapse where no answer has changed.
+        information, as in McNemar's test. Fagerland, Lydersen & Laake (Statistics in Medicine, 2014) recommend this
+        interval for paired proportions. Unlike a bootstrap it does not collapse to a point if no prediction has
+        changed.
 
         >>> low, high = PairedCounts(lost=1, gained=7, examples=21).interval()
         >>> round(low, 4), round(high, 4)
@@ -54,8 +55,10 @@ class PairedCounts:
 
 
 def count_pairs(before: Tensor, after: Tensor) -> PairedCounts:
-    """Count the changes between two boolean tensors that say which examples were answered correctly."""
-    return PairedCounts(int((before & ~after).sum()), int((after & ~before).sum()), len(before))
+    """Count the differences between two masks of correctly classified examples."""
+    lost = int((before & ~after).sum())
+    gained = int((after & ~before).sum())
+    return PairedCounts(lost, gained, len(before))
 
 
 def mean_fall_interval(counts: Sequence[PairedCounts], level: float = LEVEL) -> tuple[float, float]:
@@ -63,8 +66,8 @@ def mean_fall_interval(counts: Sequence[PairedCounts], level: float = LEVEL) -> 
 
         low = d - √(Σ (dₖ - lowₖ)²) / K,   high = d + √(Σ (highₖ - dₖ)²) / K,   d = Σ dₖ / K
 
-    The distances of each set's own limits from its estimate are squared and added (MOVER; Zou & Donner, Statistics in
-    Medicine, 2008). For a single set these are its own limits.
+    The distances of each set's limits from its estimate are squared and added (MOVER; Zou & Donner, Statistics in
+    Medicine, 2008). For a single set these are its limits.
     """
     fall = fmean(pair.fall for pair in counts)
     limits = [pair.interval(level) for pair in counts]

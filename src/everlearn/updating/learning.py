@@ -1,38 +1,37 @@
-"""Learning new data with what is known of the old: the part of an update that changes a model."""
+"""Train the deployed model on new data with a continual-learning method."""
 
 from __future__ import annotations
 
-import copy
-import io
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from everlearn.forward import ask
-from everlearn.heads import grow_output
+from everlearn.core.chain import label, methods_of
+from everlearn.core.forward import forward
+from everlearn.core.method import Method
+from everlearn.core.parameters import evaluating
+from everlearn.core.task import Task
+from everlearn.core.traits import traits_of
 from everlearn.memory import Memory
-from everlearn.method import Chain, Method, label, parts
-from everlearn.params import evaluating
-from everlearn.replay import Replay
-from everlearn.seeds import derive, seeded
-from everlearn.stream import Task
-from everlearn.trainer.lesson import Trained, train
-from everlearn.trainer.training import OptimizerFactory, Training, device_of
-from everlearn.traits import traits_of
+from everlearn.methods.replay.base import Replay
+from everlearn.runtime.randomness import derive, seeded
+from everlearn.surgery.heads import grow_output
+from everlearn.trainer.settings import OptimizerFactory, Training, device_of
+from everlearn.trainer.train import TrainResult, train
 
 Pair = tuple[Tensor, Tensor]
 BALANCED_BY = ("t", "y")  # the update and the class of a row
+MAX_COMPARED_EXAMPLES = 256
 
 
 @dataclass(frozen=True)
-class How:
-    """How a model is trained.
+class TrainingOptions:
+    """Options of the training.
 
     Args:
         training: epochs, batch size, seed and the like.
-        optimizer: a function of the parameters that makes one.
+        optimizer: a function that takes the parameters and returns an optimizer.
         output: name of the output layer, which grows with new classes; by default the last ``nn.Linear``.
     """
 
@@ -43,114 +42,134 @@ class How:
     def __post_init__(self) -> None:
         if not isinstance(self.training, Training):
             raise TypeError(
-                f"training must be a Training, as in everlearn.trainer.Training(epochs=5, batch_size=32); got {self.training!r}."
+                "training must be a Training, as in everlearn.trainer.Training(epochs=5, batch_size=32); "
+                f"got {self.training!r}."
             )
 
 
 def check_method(method: Method) -> None:
-    """Refuse what cannot be deployed as weights alone."""
+    """Raise unless the weights alone are the model that the method predicts with."""
     if not isinstance(method, Method):
         raise TypeError(f"method must be a method such as EWC() or ER(), got {method!r}.")
-    if own := [type(m).__name__ for m in parts(method) if not m.deployable]:
+
+    not_deployable = [type(m).__name__ for m in methods_of(method) if not m.deployable]
+    if not_deployable:
         raise ValueError(
-            f"{' and '.join(own)} answers with more than the model's weights (a sub-network per task, columns, gates), so the deployed "
-            "file alone would be another model: choose one whose knowledge is in the weights, such as EWC, MAS, LwF, ER or DERpp."
+            f"{' and '.join(not_deployable)} predicts with more than the model's weights (a sub-network per task, "
+            "columns, gates), so the deployed file alone would be a different model: choose a method whose "
+            "knowledge is in the weights, such as EWC, MAS, LwF, ER or DERpp."
         )
 
 
 @torch.no_grad()
 def check_deployed(model: nn.Module, method: Method, deployed: nn.Module, x: Tensor) -> None:
-    """Refuse a method that says that it is deployable and answers otherwise than the plain weights."""
-    inputs = x[:256].to(device_of(model))
+    """Raise if the deployed model predicts differently from the trained model with its method.
+
+    Args:
+        model: the trained model.
+        method: the method it was trained with, whose class says that it is deployable.
+        deployed: a new model of the factory with the same weights.
+        x: inputs to compare the outputs on.
+    """
+    inputs = x[:MAX_COMPARED_EXAMPLES].to(device_of(model))
     with evaluating(deployed):
-        plain = deployed(inputs)
+        deployed_outputs = deployed(inputs)
     outputs = method.predict(model, inputs)
-    if outputs.shape == plain.shape and torch.allclose(outputs, plain, rtol=1e-3, atol=1e-4):
+
+    has_same_shape = outputs.shape == deployed_outputs.shape
+    if has_same_shape and torch.allclose(outputs, deployed_outputs, rtol=1e-3, atol=1e-4):
         return
     raise ValueError(
-        f"{label(method)} and the model answer otherwise than a model that the factory makes with the same weights, so the deployed "
-        "file alone would be another model. If the method uses hooks or a predict of its own, it is not deployable: let its class say "
-        "deployable = False, and choose another. If the factory makes a different model at every call, let it make the same."
+        f"{label(method)} with the trained model predicts differently from a model that the factory makes with the "
+        "same weights, so the deployed file alone would be a different model. If the method uses hooks or overrides "
+        "predict, set deployable = False in its class, and choose another method. If the factory makes a different "
+        "model at every call, let it always make the same."
     )
 
 
-def balance_memory(method: Method) -> None:
-    """Let replay methods share their memory equally among updates and their classes, instead of among all rows seen.
-
-    A reservoir keeps old and new rows in proportion to their numbers, and an update brings many rows of few classes. A policy
-    other than the default was chosen by somebody and stays.
-    """
-    for m in parts(method):
-        if isinstance(m, Replay) and m.policy == "reservoir":
-            m.memory = Memory(m.memory.capacity, "balanced", by=BALANCED_BY, seed=m.memory.seed)
-
-
 def check_device(device: str | torch.device | None) -> None:
-    """Refuse one that is not there."""
+    """Raise if a device is not available."""
     try:
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError, TypeError) as error:
         reason = str(error).splitlines()[0].rstrip(".")
         raise ValueError(
-            f"device {device!r} cannot be used here ({reason}): give one that torch finds on this machine, such as 'cpu'."
+            f"device {device!r} cannot be used ({reason}): give one that torch finds on this machine, such as 'cpu'."
         ) from None
 
 
-def remember(model: nn.Module, method: Method, pair: Pair, how: How) -> None:
-    """Let a method know skills that the model had before it: what it would have kept, had it been there when they were learned."""
-    for m in parts(method):
+def balance_memory(method: Method) -> None:
+    """Balance the memories of replay methods over updates and their classes.
+
+    A reservoir keeps old and new rows in proportion to their numbers, and an update brings many rows of few classes.
+    A policy other than the default is kept.
+    """
+    for m in methods_of(method):
+        if isinstance(m, Replay) and m.policy == "reservoir":
+            m.memory = Memory(m.memory.capacity, "balanced", by=BALANCED_BY, seed=m.memory.seed)
+
+
+def consolidate_old_data(model: nn.Module, method: Method, pair: Pair, options: TrainingOptions) -> None:
+    """Give a method the data that the model was trained on before, as if they had been the method's first task.
+
+    The model is not trained: importances are estimated, and memories are filled.
+
+    Args:
+        model: the deployed model.
+        method: changed in place.
+        pair: inputs and labels of the old data.
+        options: batch size, epochs and seed.
+    """
+    # Such methods integrate over the training steps, as SI does, or train a generator.
+    for m in methods_of(method):
         traits = traits_of(type(m))
         if traits is not None and traits.needs_labels and not traits.keeps_examples:
             raise ValueError(
-                f"{type(m).__name__} gathers what matters while it learns, and cannot be told afterwards from old data: choose another "
-                "method, such as EWC, MAS or ER, or leave the old data out."
+                f"{type(m).__name__} collects what it needs during training, and cannot use old data afterwards: "
+                "choose another method, such as EWC, MAS or ER, or leave the old data out."
             )
+
     task = Task(pair, id=0, name="the old data")
     method.begin_task(model, task)
     device = device_of(model)
-    training = how.training
+    training = options.training
     with torch.no_grad(), evaluating(model):
-        # As often as the new data will be shown, or a memory would hold these for fewer than they are.
+        # As many epochs as the new data get: a reservoir counts presentations, and would else keep too few old rows.
         for batch in task.batches(training.batch_size, training.epochs, training.iterations, training.seed):
-            here = batch.to(device)
-            method.observe(here, ask(model, here.x))
+            device_batch = batch.to(device)
+            method.observe(device_batch, forward(model, device_batch.x))
     method.end_task(model, task)
 
 
-def learn(model: nn.Module, method: Method, pair: Pair, number: int, outputs: int | None, how: How) -> Trained:
-    """Learn the data of an update in place; random numbers are its own, and the caller's stay as they were.
+def train_update(
+    model: nn.Module, method: Method, pair: Pair, number: int, outputs: int | None, options: TrainingOptions
+) -> TrainResult:
+    """Train a model in place on the data of an update; the caller's random state does not change.
 
     Args:
         model: trained in place.
-        method: what protects the old skills; it learns too.
+        method: changed in place.
         pair: inputs and labels.
-        number: of the update, which is the number of its task.
-        outputs: how many are needed, where the output layer must grow.
-        how: to train.
+        number: of the update, which is the id of its task.
+        outputs: the number of outputs to grow to; None if there are enough.
+        options: how to train.
     """
-    with seeded(derive(how.training.seed, "update", number), device_of(model)):
+    training = options.training
+    with seeded(derive(training.seed, "update", number), device_of(model)):
         if outputs is not None:
-            grow_output(model, outputs, how.output)
-        t = how.training
+            grow_output(model, outputs, options.output)
         return train(
-            model, method, Task(pair, id=number, name=f"update {number}"), optimizer=how.optimizer, epochs=t.epochs,
-            iterations=t.iterations, batch_size=t.batch_size, seed=t.seed, scheduler=t.scheduler, clip=t.clip,
-            accumulate=t.accumulate, precision=t.precision, progress=t.progress,
-        )  # fmt: skip
-
-
-def packed(method: Method) -> bytes:
-    """A method's state as a file that ``torch.load(weights_only=True)`` reads."""
-    torch.save(copy.deepcopy(method.state_dict()), file := io.BytesIO())
-    return file.getvalue()
-
-
-def unpack(method: Method, content: bytes, device: torch.device) -> None:
-    """Give a method the state of such a file, for a model on this device."""
-    where = "cpu" if device.type == "cpu" else None  # what was saved on a GPU is needed there, or here
-    state: dict[str, Any] = torch.load(io.BytesIO(content), where, weights_only=True)
-    states = [state[str(i)] for i in range(len(method.methods))] if isinstance(method, Chain) else [state]
-    for m, own in zip(parts(method), states, strict=True):
-        if own.get("memory", {}).get("by") == list(BALANCED_BY):
-            balance_memory(m)  # as the first update had it
-    method.load_state_dict(state)
+            model,
+            method,
+            Task(pair, id=number, name=f"update {number}"),
+            optimizer=options.optimizer,
+            epochs=training.epochs,
+            iterations=training.iterations,
+            batch_size=training.batch_size,
+            seed=training.seed,
+            scheduler=training.scheduler,
+            clip=training.clip,
+            accumulate=training.accumulate,
+            precision=training.precision,
+            progress=training.progress,
+        )

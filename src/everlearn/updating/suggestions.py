@@ -1,76 +1,86 @@
-"""What to try after an update was refused."""
+"""Suggest what to try after an update was refused."""
 
 from __future__ import annotations
 
 from dataclasses import fields
 from typing import Annotated, get_args, get_origin, get_type_hints
 
-from everlearn.fields import Search
-from everlearn.method import Method, parts
+from everlearn.core.chain import methods_of
+from everlearn.core.hyperparameters import Search
+from everlearn.core.method import Method
 from everlearn.methods import METHODS
-from everlearn.penalty import QuadraticPenalty
-from everlearn.replay import Replay
+from everlearn.methods.regularization.base import QuadraticPenalty
+from everlearn.methods.replay.base import Replay
+
+NEW_FOLDER = ", which needs a new folder: --state NEW --accept-weights, with examples of old skills, --old"
+LARGER_REPLAY_BATCH = 128
 
 
 def suggest(method: Method, *, is_first: bool, has_new_classes: bool, is_certain: bool) -> list[str]:
-    """Ways to lose less of the old skills, the most promising first.
+    """List ways to lose less of the old skills, the most promising first.
 
     Args:
-        method: what protected them, as it is after the update.
-        is_first: whether nothing is stored yet, so that the kind of method and the size of a memory can still be chosen.
-        has_new_classes: whether the update brings classes that the model had no output for.
+        method: the method after the update.
+        is_first: whether nothing is stored yet, so that the kind of method and the size of a memory can still change.
+        has_new_classes: whether the update has classes that the model had no output for.
         is_certain: whether the old examples are enough to tell that too much was lost.
 
     >>> from everlearn import EWC
     >>> suggest(EWC(30.0), is_first=True, has_new_classes=False, is_certain=True)[0]
     'More protection: --set ewc.strength=300.'
     """
-    found = []
-    # A stored state is of one kind of method, with a memory of one size: another is refused in its folder.
-    anew = (
-        ""
-        if is_first
-        else ", which needs a new folder: --state NEW --accept-weights, with examples of old skills, --old"
-    )
-    replays = any(isinstance(m, Replay) for m in parts(method))
-    if has_new_classes and not replays:
-        found.append(
-            f"Replay: beside new classes only remembered examples keep the old ones: --method er-ace, derpp or er{anew}."
+    # A stored state has one kind of method and one size of memory: others are refused in its folder.
+    condition = "" if is_first else NEW_FOLDER
+
+    suggestions = []
+    has_replay = any(isinstance(m, Replay) for m in methods_of(method))
+    if has_new_classes and not has_replay:
+        suggestions.append(
+            "Replay: with new classes only stored examples preserve the old ones: --method er-ace, derpp or "
+            f"er{condition}."
         )
     elif type(method) is Method:
-        found.append(
-            "A method that protects old skills: --method er-ace, derpp or er where examples may be kept, else mas or "
-            f"ewc{anew}."
+        suggestions.append(
+            "A method that protects old skills: --method er-ace, derpp or er if examples may be stored, else mas or "
+            f"ewc{condition}."
         )
-    for m in parts(method):
-        name = next((name for name, kind in METHODS.items() if kind is type(m)), type(m).__name__)
+
+    for m in methods_of(method):
+        name = next((name for name, method_class in METHODS.items() if method_class is type(m)), type(m).__name__)
         if isinstance(m, Replay):
-            is_full = len(m.memory) >= m.memory.capacity
-            larger = f"A larger memory: --set {name}.capacity={4 * m.capacity} keeps {4 * m.capacity} examples{anew}."
-            more = f"More replay per step: --set {name}.size=128."
-            if not is_first or not is_full:
-                found.append(more)
-            if is_full:
-                found.append(larger)
-        else:
-            strengths = [field for field in _searched_fields(m) if field == "strength"]
-            # Tasks that have ended keep the strength of their importances.
-            where = anew if isinstance(m, QuadraticPenalty) else ""
-            found += [
-                f"More protection: --set {name}.{field}={10 * getattr(m, field):g}{where}." for field in strengths
-            ]
-    found.append(
-        "Old and new rows together: put the old rows that you have into --data too; exams are left out of them."
+            suggestions += _suggest_replay(m, name, is_first, condition)
+        elif "strength" in _tunable_fields(m):
+            # A quadratic penalty keeps the strength of tasks that have ended, so only a new state can raise it.
+            strength_condition = condition if isinstance(m, QuadraticPenalty) else ""
+            strength = 10 * getattr(m, "strength")  # noqa: B009 - not a field of every method
+            suggestions.append(f"More protection: --set {name}.strength={strength:g}{strength_condition}.")
+
+    suggestions.append(
+        "Old and new rows together: add the old rows that you have to --data; held-out examples are excluded from them."
     )
-    found.append("Smaller changes: fewer --epochs, or a smaller --lr.")
+    suggestions.append("Smaller changes: fewer --epochs, or a smaller --lr.")
     if not is_certain:
-        found.append("More old examples to measure on (--old, --keep): these cannot tell whether too much was lost.")
-    found.append("A larger --tolerance, if the loss above is one that you can live with.")
-    return found
+        suggestions.append(
+            "More old examples to measure on (--old, --keep): with these it is not certain that too much was lost."
+        )
+    suggestions.append("A larger --tolerance, if you can accept the loss above.")
+    return suggestions
 
 
-def _searched_fields(method: Method) -> list[str]:
-    """The fields that have a range of values to search beside them."""
+def _suggest_replay(method: Replay, name: str, is_first: bool, condition: str) -> list[str]:
+    """Suggest larger replay batches, and a larger memory if this one is full."""
+    is_full = len(method.memory) >= method.memory.capacity
+    suggestions = []
+    if not is_first or not is_full:
+        suggestions.append(f"More replay per step: --set {name}.size={LARGER_REPLAY_BATCH}.")
+    if is_full:
+        capacity = 4 * method.capacity
+        suggestions.append(f"A larger memory: --set {name}.capacity={capacity} stores {capacity} examples{condition}.")
+    return suggestions
+
+
+def _tunable_fields(method: Method) -> list[str]:
+    """List the fields that are annotated with a search range."""
     hints = get_type_hints(type(method), include_extras=True)
     annotations = {f.name: hints[f.name] for f in fields(method)}
     return [

@@ -1,0 +1,179 @@
+"""A batch of examples with its scenario mask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from everlearn.core.data_source import Inputs, row_count, unlisted
+from everlearn.core.likelihood import Categorical, Likelihood
+
+Transform = Callable[[Inputs], Inputs]
+
+# Integer types that torch's losses do not accept as class labels.
+NARROW_INTEGERS = (torch.int32, torch.int16, torch.int8)
+
+
+@dataclass(slots=True)
+class Batch:
+    """Examples of a task, with the classes that the scenario currently allows for them.
+
+    Args:
+        x: inputs.
+        y: labels, or None if there are none.
+        t: task index of each example.
+        allowed: scenario mask (tasks × classes): whether an example of task t may be assigned class c. None allows all.
+        likelihood: the distribution that the model's outputs parameterize.
+        epoch: pass over the task's data that this batch belongs to, for progress bars and messages.
+        raw: inputs before augmentation, if there is any.
+        transform: the augmentation, for examples that are replayed.
+    """
+
+    x: Inputs
+    y: Tensor | None = None
+    t: Tensor | None = None
+    allowed: Tensor | None = None
+    likelihood: Likelihood = field(default_factory=Categorical)
+    epoch: int = 0
+    raw: Inputs | None = None
+    transform: Transform | None = None
+
+    # Cache of labeled_rows(): the labels, and the mask that was computed from them.
+    _labeled: tuple[Tensor, Tensor | None] | None = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.x, Tensor):
+            self.x = unlisted(self.x)
+        if self.y is not None and (not isinstance(self.y, Tensor) or self.y.dtype in NARROW_INTEGERS):
+            self.y = self.likelihood.labels(unlisted(self.y))
+
+    def __len__(self) -> int:
+        if isinstance(self.x, Tensor):
+            return len(self.x)
+        return row_count(self.x)
+
+    @property
+    def original(self) -> Inputs:
+        """Inputs before augmentation."""
+        if self.raw is None:
+            return self.x
+        return self.raw
+
+    @property
+    def allowed_rows(self) -> Tensor | None:
+        """Scenario mask with a row per example (examples × classes), or None if all classes are allowed."""
+        if self.allowed is None or self.t is None:
+            return None
+        return self.allowed[self.t]
+
+    def loss(self, out: Tensor) -> Tensor:
+        """Mean loss of the model's outputs for this batch."""
+        return self.likelihood.loss(out, self.labels(), self.allowed_rows)
+
+    def score(self, out: Tensor) -> Tensor:
+        """Score of each example's output; for classes 1 if correct, else 0."""
+        return self.likelihood.score(out, self.labels(), self.allowed_rows)
+
+    def like(self, x: Inputs, y: Tensor | None, t: Tensor | None) -> Batch:
+        """Create a batch of other examples under the same scenario mask, likelihood and transform."""
+        return replace(self, x=x, y=y, t=t, raw=None)
+
+    def __add__(self, other: Batch) -> Batch:
+        """Concatenate two batches; mask, likelihood and transform are those of the first."""
+        if (self.y is None, self.t is None) != (other.y is None, other.t is None):
+            raise ValueError(
+                "Batches can be concatenated if both or neither have labels, and both or neither have task indices."
+            )
+
+        try:
+            x = tree_map(_concatenate, self.x, other.x)
+        except RuntimeError as error:
+            raise ValueError(
+                f"These examples cannot be concatenated into one batch: {error}. Give all inputs the same shape; "
+                "pad sentences to the same length."
+            ) from None
+
+        y = None
+        if self.y is not None and other.y is not None:
+            y = torch.cat([self.y, other.y])
+        t = None
+        if self.t is not None and other.t is not None:
+            t = torch.cat([self.t, other.t])
+        return self.like(x, y, t)
+
+    def to(self, device: torch.device | str) -> Batch:
+        """Copy the batch to another device."""
+
+        def move(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return value.to(device, non_blocking=True)
+            return value
+
+        moved = replace(
+            self,
+            x=tree_map(move, self.x),
+            y=move(self.y),
+            t=move(self.t),
+            allowed=move(self.allowed),
+            raw=tree_map(move, self.raw),
+        )
+
+        # Computing the mask of labeled rows on the CPU avoids a synchronization with the device later.
+        if self.y is not None and moved.y is not None and self.y.device.type == "cpu" != moved.y.device.type:
+            moved._labeled = moved.y, move(self.labeled_rows())
+        return moved
+
+    def chunk(self, parts: int) -> list[Batch]:
+        """Split the batch into micro-batches of nearly equal size."""
+        chunks = [rows for rows in torch.arange(len(self)).tensor_split(parts) if len(rows)]
+        return [self[int(rows[0]) : int(rows[-1]) + 1] for rows in chunks]
+
+    def __getitem__(self, rows: slice | Tensor) -> Batch:
+        def select(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return value[rows]
+            return value
+
+        return replace(
+            self, x=tree_map(select, self.x), y=select(self.y), t=select(self.t), raw=tree_map(select, self.raw)
+        )
+
+    @property
+    def weight(self) -> float:
+        """Number of labels that the loss averages over."""
+        if self.y is None:
+            return float(len(self))
+        return float(self.likelihood.weight(self.y))
+
+    def labeled_rows(self) -> Tensor | None:
+        """Mask of the examples with a label that is not ignored; None if all have one."""
+        if self._labeled is not None and self._labeled[0] is self.y:
+            return self._labeled[1]
+
+        # Nearly always no label is ignored.
+        counted = self.likelihood.counted(self.y)
+        if counted is None or counted.all():
+            return None
+
+        rows = counted.flatten(1).any(1)
+        if rows.all():
+            return None
+        return rows
+
+    def labels(self) -> Tensor:
+        """Labels of the batch; raises ValueError if there are none."""
+        if self.y is None:
+            raise ValueError("This batch has no labels: a loss needs them; give pairs (x, y).")
+        return self.y
+
+
+def _concatenate(*values: Any) -> Any:
+    """Concatenate tensors; of anything else, such as options among the inputs, keep the first."""
+    if isinstance(values[0], Tensor):
+        return torch.cat(values)
+    return values[0]

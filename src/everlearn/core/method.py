@@ -1,0 +1,305 @@
+"""The base class of continual-learning methods: eleven optional hooks that a training loop calls."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar, cast, get_type_hints
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from everlearn.core.attachment import Attachment
+from everlearn.core.batch import Batch
+from everlearn.core.data_source import unlisted
+from everlearn.core.forward import check_next_tokens, forward
+from everlearn.core.hyperparameters import check_field
+from everlearn.core.likelihood import Likelihood
+from everlearn.core.parameters import evaluating
+from everlearn.core.running_statistics import warn_if_statistics_move
+from everlearn.core.task import SCENARIOS
+from everlearn.core.traits import Traits
+
+if TYPE_CHECKING:
+    from everlearn.core.chain import Chain
+
+
+@dataclass(eq=False)
+class Method:
+    """Fine-tuning: train on each task without protecting earlier ones. Base class of all methods.
+
+        L = L_task
+
+    Fine-tuning is the lower bound of every comparison. A method overrides some of the hooks. The trainer, or your own
+    training loop, calls them as follows::
+
+        for task in stream:
+            method.begin_task(model, task)
+            optimizer = SGD([*model.parameters(), *method.parameters()], lr=0.1)
+            for batch in task.batches(64):
+                loss = method.loss(model, batch)
+                optimizer.zero_grad(); loss.backward()
+                method.before_step(model)          # where clip_grad_norm_ would stand
+                optimizer.step()
+                method.after_step(model)
+            method.end_task(model, task)
+
+    Hyper-parameters are the dataclass fields, stored unchanged, so ``repr(method)`` is the configuration. Every other
+    attribute is state: tensors, numbers and dicts of them, set in ``__post_init__``. Attributes with a leading
+    underscore are temporary and not saved. A method has no access to the trainer, the optimizer or the scenario.
+
+    ``deployable`` is False for a method whose predictions need more than the model's weights: hooks on the model, a
+    sub-network per task, added units or an overridden ``predict``. ``update`` deploys weights and refuses such methods.
+    """
+
+    traits: ClassVar[Traits] = Traits(
+        family="reference",
+        pro="costs nothing",
+        con="does nothing against forgetting: the lower bound of every comparison",
+        step=1.0,
+        needs_labels=False,
+        without_boundaries={},
+        weak=dict.fromkeys(SCENARIOS, "does nothing against forgetting: the lower bound of every comparison"),
+    )
+
+    # Whether a plain model with the same weights gives the outputs of ``predict``.
+    deployable: ClassVar[bool] = True
+
+    # Whether the last loss left out the penalty, so that ``pull`` must still add its gradient.
+    _owes = False
+    _checked_outputs = False
+    _checked_statistics = False
+
+    # Calls the hooks in a training loop that does not call them itself.
+    _attached = cast("Attachment | None", None)
+
+    def __post_init__(self) -> None:
+        hints = get_type_hints(type(self), include_extras=True)
+        for f in fields(self):
+            check_field(f"{type(self).__name__}.{f.name}", getattr(self, f.name), hints[f.name])
+
+    # Hooks. In brackets: how a chain of methods composes them.
+
+    def begin_task(self, model: nn.Module, task: Any) -> None:
+        """Grow, wrap or snapshot the model before the optimizer is created. [in order]"""
+
+    def resume(self, model: nn.Module, task: Any) -> None:
+        """Restore hooks and caches after loading a mid-task checkpoint. [in order]
+
+        Called after ``begin_task``, once model and state hold the values of the checkpoint.
+        """
+
+    def join(self, batch: Batch) -> Batch:
+        """Return the batch of the forward pass: the given examples first, then any replayed ones. [at most one override]"""
+        return batch
+
+    def task_loss(self, batch: Batch, out: Tensor) -> Tensor:
+        """Loss of the batch that ``join`` returned. [at most one override]"""
+        return batch.loss(out)
+
+    def penalty(self, model: nn.Module, batch: Batch | None = None, out: Tensor | None = None) -> Tensor | float:
+        """Term that is added to the task loss. [summed]"""
+        return 0.0
+
+    def penalty_gradient(self, model: nn.Module) -> None:
+        """Add the gradient of ``penalty(model)`` to ``p.grad`` in closed form. [in order]
+
+        For penalties that depend on the parameters only. It costs half of a penalty in the loss; ``pull`` calls it.
+        Ignored if a subclass overrides ``penalty`` but not this hook.
+        """
+
+    def observe(self, batch: Batch, out: Tensor) -> None:
+        """Record a micro-batch and its detached outputs after the forward pass. [in order]"""
+
+    def before_step(self, model: nn.Module) -> None:
+        """Edit the gradients in ``p.grad``. [in order]"""
+
+    def after_step(self, model: nn.Module) -> None:
+        """Repair parameters or collect statistics after the optimizer step. [in order]"""
+
+    def end_task(self, model: nn.Module, task: Any) -> None:
+        """Consolidate the task; ``task`` is a Task or any data that a Task accepts. [in order]"""
+
+    def predict(self, model: nn.Module, x: Any, task: Tensor | None = None) -> Tensor:
+        """Outputs at test time, in evaluation mode. [at most one override]
+
+        Args:
+            model: the trained model.
+            x: inputs.
+            task: task index of each example, or None if unknown.
+        """
+        with evaluating(model):
+            return forward(model, unlisted(x))
+
+    # Called by training loops, not overridden by methods.
+
+    def loss(self, model: nn.Module, batch: Batch, *, pulled: bool = False) -> Tensor:
+        """Compute the task loss plus the penalty of a training step.
+
+        Args:
+            model: the model in training mode.
+            batch: examples of the current task.
+            pulled: leave out penalties whose gradient ``pull(model)`` adds after ``backward()``.
+        """
+        if not isinstance(batch, Batch):
+            raise TypeError(f"loss() needs a Batch, got a {type(batch).__name__}: {_batch_hint(batch)}.")
+
+        # Inputs and outputs are checked for the first batch only: the checks synchronize with the device.
+        if not self._checked_outputs:
+            check_next_tokens(model, batch.x, batch.y)
+
+        joint_batch = self.join(batch)
+        out = forward(model, joint_batch.x)
+
+        if not self._checked_outputs:
+            self._checked_outputs = True
+            batch.likelihood.check_outputs(out)
+        self._after_forward(model)
+
+        task_loss = self.task_loss(joint_batch, out)
+
+        # The penalty and ``observe`` concern the current task's examples, which come first in the joint batch.
+        if joint_batch is not batch:
+            out = out[: len(batch)]
+        penalty = self._in_graph_penalty(model, batch, out) if pulled else self.penalty(model, batch, out)
+        self.observe(batch, out.detach())
+
+        if self.changes("join") or self.changes("task_loss"):
+            self._noted(task_loss)
+        else:
+            self._noted(penalty)
+
+        if isinstance(penalty, float) and penalty == 0.0:
+            return task_loss
+        return task_loss + penalty
+
+    def _noted(self, loss: Tensor | float) -> Tensor | float:
+        """Return the loss unchanged, after reporting it to the attachment, which would add it a second time."""
+        if self._attached is not None:
+            self._attached.note_loss(loss)
+        return loss
+
+    def _in_graph_penalty(self, model: nn.Module, batch: Batch | None, out: Tensor | None) -> Tensor | float:
+        """Penalty to include in the loss: 0.0 if ``pull`` adds its gradient instead."""
+        self._owes = self._has_closed_form_gradient and self.changes("penalty")
+        if self._owes:
+            return 0.0
+        return self.penalty(model, batch, out)
+
+    def pull(self, model: nn.Module) -> None:
+        """Add the gradient of the penalty that ``loss(model, batch, pulled=True)`` left out, once per step."""
+        if self._owes:
+            self._owes = False
+            self.penalty_gradient(model)
+
+    def attach(self, model: nn.Module, optimizer: Optimizer, likelihood: Likelihood | None = None) -> Attachment:
+        """Call the hooks of every step through the optimizer's hooks, in any training loop; see ``Attachment``.
+
+        Call ``begin_task`` and ``end_task`` yourself, and ``attachment.see(x, y)`` where the method needs labels.
+        """
+        return Attachment(self, model, optimizer, likelihood)
+
+    def changes(self, verb: str) -> bool:
+        """Whether the class overrides the hook of this name."""
+        return getattr(type(self), verb) is not getattr(Method, verb)
+
+    @property
+    def of_parameters(self) -> bool:
+        """Whether everything beyond the task loss depends on the parameters only, not on the batch."""
+        return not any(map(self.changes, ("join", "task_loss", "observe"))) and self._has_closed_form_gradient
+
+    @property
+    def _has_closed_form_gradient(self) -> bool:
+        """Whether ``penalty_gradient`` is the gradient of ``penalty``."""
+        # A subclass that overrides only ``penalty`` inherits the gradient of another penalty.
+        is_current = _mro_depth(self, "penalty_gradient") <= _mro_depth(self, "penalty")
+        return is_current or not self.changes("penalty")
+
+    def _after_forward(self, model: nn.Module) -> None:
+        """Inspect the model after the forward pass of a loss."""
+
+    def _check_statistics(self, model: nn.Module) -> None:
+        """Warn once, in a later task, of running statistics that the method does not protect."""
+        if not self._checked_statistics:
+            self._checked_statistics = warn_if_statistics_move(model, type(self).__name__)
+
+    def parameters(self) -> Iterable[nn.Parameter]:
+        """Trainable tensors of the method itself; most methods have none."""
+        return ()
+
+    def extra_parameters(self, model: nn.Module) -> int:
+        """Number of parameters that prediction needs beyond the model's; by default all of ``parameters()``.
+
+        Added units, columns, extractors and task-specific parameters count. What only training needs, such as a
+        memory, a teacher or a generator, does not count: it is state.
+        """
+        return sum(p.numel() for p in self.parameters())
+
+    def diagnostics(self) -> dict[str, float]:
+        """Numbers to record in the result after every task, such as the used share of the capacity."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of the method: tensors, numbers and dicts, as ``torch.load(weights_only=True)`` reads them."""
+        hyperparameters = {f.name for f in fields(self)}
+        state = {}
+        for name, value in vars(self).items():
+            if name in hyperparameters or name.startswith("_"):
+                continue
+            if hasattr(value, "state_dict"):
+                value = value.state_dict()
+            state[name] = value
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the state of a method of the same class."""
+        mismatched_keys = set(state) ^ set(self.state_dict())
+        if mismatched_keys:
+            raise ValueError(
+                f"State does not match {type(self).__name__}: unexpected or missing keys "
+                f"{', '.join(sorted(mismatched_keys))}. Load it into the method class and the version of Everlearn "
+                "that saved it."
+            )
+
+        # Copies, so that two methods that load the same state do not share tensors.
+        for name, value in state.items():
+            attribute = getattr(self, name)
+            if hasattr(attribute, "load_state_dict"):
+                attribute.load_state_dict(copy.deepcopy(value))
+            else:
+                setattr(self, name, copy.deepcopy(value))
+
+    def detach(self, model: nn.Module) -> None:
+        """Remove everything that the method has added to the model, such as hooks and frozen flags."""
+
+    def __add__(self, other: Method) -> Chain:
+        # Imported here because Chain is itself a Method.
+        from everlearn.core.chain import Chain
+
+        return Chain(self, other)
+
+
+def _batch_hint(value: Any) -> str:
+    """Explain how to build a Batch from a value that is not one."""
+    if not isinstance(value, Mapping):
+        return "write Batch(x, y)"
+    return (
+        'write Batch({k: v for k, v in batch.items() if k != "labels"}, batch["labels"]), '
+        "the inputs by name and the labels separately"
+    )
+
+
+def count_parameters(model: nn.Module, method: Method) -> int:
+    """Count the parameters that prediction needs: the model's and those that the method has added.
+
+    >>> from everlearn import L2
+    >>> count_parameters(nn.Linear(3, 2), L2())
+    8
+    """
+    return sum(p.numel() for p in model.parameters()) + method.extra_parameters(model)
+
+
+def _mro_depth(method: Method, hook: str) -> int:
+    """Index of the class in the method resolution order that defines the hook."""
+    return next(depth for depth, base in enumerate(type(method).__mro__) if hook in vars(base))

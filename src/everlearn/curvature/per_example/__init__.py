@@ -1,0 +1,1 @@
+"""Statistics of the per-example gradients of any module."""

@@ -1,1 +1,0 @@
-"""Statistics of per-example gradients of any module."""

@@ -1,0 +1,1 @@
+"""Expansion: the network grows with its tasks."""

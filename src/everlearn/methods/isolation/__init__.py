@@ -1,0 +1,1 @@
+"""Parameter isolation: each task has parameters of its own."""

@@ -1,0 +1,1 @@
+"""Regularization: penalties and distillation that keep the model near what it has learned."""

@@ -1,0 +1,268 @@
+"""QuadraticPenalty, the base of EWC, MAS, SI and L2: a quadratic penalty on parameter changes."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from everlearn.core.batch import Batch
+from everlearn.core.method import Method
+from everlearn.core.parameters import (
+    Params,
+    all_parameters,
+    check_finite,
+    is_sharded,
+    matching,
+    refuse_meta,
+    remembered_parameters,
+    sharded_like,
+    trainable_parameters,
+)
+from everlearn.curvature.diagonal import Diagonal
+from everlearn.curvature.quadratic import FORMS, Form, Quadratic, total
+
+WEAK_WITH_NEW_CLASSES = "a penalty on parameters does not raise the outputs of old classes against those of new ones"
+
+
+@dataclass(eq=False)
+class QuadraticPenalty(Method):
+    """Quadratic penalty on parameter changes: the base of methods that give each parameter an importance.
+
+        L = L_task + ½ (θ - θ*)ᵀ F (θ - θ*)
+
+    F is ``quadratic.form``, the importances times their strength, and θ* is ``quadratic.anchor``. Outputs and
+    parameters that are added after θ* was stored are not penalized.
+
+    The gradient is computed in closed form for all parameters at once, at a cost that does not depend on the number
+    of tasks. Where it is exactly zero, ``p.grad`` stays None, so that weight decay acts as in fine-tuning.
+
+    Each task keeps the strength under which it ended. Parameters that are frozen when a task ends get no importance;
+    if they become trainable later, a warning names them.
+
+    Args:
+        only: which parameters are penalized: a pattern such as ``"backbone.*"``, or patterns with weights, where the
+            last match counts: ``{"*": 1.0, "head.*": 0.0, "stem.*": 10.0}``. By default all.
+        half: store importances in bfloat16, in half the memory; θ* keeps its precision. Rounding is stochastic, so
+            that sums over many tasks are unbiased. Rounding to nearest would stop them from growing after about two
+            hundred tasks.
+        offload: store importances and θ* on the CPU, for models that fill their device.
+    """
+
+    only: str | dict[str, float] | None = field(default=None, kw_only=True)
+    half: bool = field(default=False, kw_only=True)
+    offload: bool = field(default=False, kw_only=True)
+
+    # How to give importances to parameters that were frozen when the last task ended: the end of a warning.
+    _thaw_advice: ClassVar[str] = (
+        "To penalize their changes, make them trainable before end_task(model, task), which measures all trainable "
+        "parameters, and freeze them again after it."
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.quadratic = Quadratic()
+        # Parameters without an importance, frozen when the last task ended, with their weights in ``only``.
+        self.frozen: dict[str, float] = {}
+        # The strength of the last task that ended.
+        self.applied_strength: float | None = None
+        if self.half:
+            # Seeds the rounding: saved, so that a resumed run continues the random sequence.
+            self.num_stochastic_roundings = 0
+
+    def penalty(self, model: nn.Module, batch: Batch | None = None, out: Tensor | None = None) -> Tensor | float:
+        """Return ½ (θ - θ*)ᵀ F (θ - θ*); 0 before the first task has ended."""
+        if self.frozen:
+            self._notice_thawed(trainable_parameters(model))
+        if not self.quadratic.anchor:
+            return 0.0
+
+        self._check_statistics(model)
+        quadratic = self._effective_quadratic()
+        return self._noted(quadratic(model))
+
+    def penalty_gradient(self, model: nn.Module) -> None:
+        """Add F (θ - θ*) to ``p.grad`` in place, without building a graph."""
+        parameters = trainable_parameters(model)
+        if self.frozen:
+            self._notice_thawed(parameters)
+        if not self.quadratic.anchor:
+            return
+
+        self._check_statistics(model)
+        quadratic = self._effective_quadratic()
+        quadratic.pull(model, parameters)
+
+    def before_step(self, model: nn.Module) -> None:
+        """Raise if the deferred penalty gradient was never added."""
+        if self._owes and self.quadratic.anchor:
+            name = type(self).__name__
+            raise ValueError(f"The loss was taken with pulled=True: call {name}.pull(model) after backward().")
+
+    def diagnostics(self) -> dict[str, float]:
+        """Return quantiles of the importances times their strength, of about a million of them at most."""
+        if not self.quadratic.anchor:
+            return {}
+        form = self._effective_quadratic().form
+        if not isinstance(form, Diagonal) or not form.values or any(map(is_sharded, form.values.values())):
+            return {}
+
+        # A regular subsample: sorting all importances of a large model would take long.
+        count = sum(v.numel() for v in form.values.values())
+        stride = 1 + count // 10**6
+        sample = torch.cat([v.detach().flatten()[::stride].float().cpu() for v in form.values.values()])
+
+        levels = torch.tensor([0.5, 0.9, 0.99, 1.0])
+        positions = ((len(sample) - 1) * levels).round().long()
+        quantiles = sample.sort().values[positions]
+        return {f"importance {100 * level:.0f} %": float(v) for level, v in zip(levels, quantiles, strict=True)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the state of a method of the same class; warn if its last task had a different strength."""
+        super().load_state_dict(state)
+        strength = self._last_strength()
+        if self.applied_strength is None or strength is None or strength == self.applied_strength:
+            return
+        warnings.warn(
+            f"Tasks in this state keep their strength {self.applied_strength:g}: "
+            f"{type(self).__name__}(strength={strength:g}) applies to tasks that end from now on.",
+            UserWarning,
+            stacklevel=3,
+        )
+
+    def _last_strength(self) -> float | None:
+        """Return the strength that this method would have given to the last task that ended."""
+        strength = getattr(self, "strength", None)
+        if isinstance(strength, (int, float)):
+            return float(strength)
+        return None
+
+    def _effective_quadratic(self) -> Quadratic:
+        """Return the quadratic that is added to the loss; subclasses may scale the stored one."""
+        return self.quadratic
+
+    def _notice_thawed(self, parameters: Params) -> None:
+        """Handle trainable parameters that were frozen when the last task ended."""
+        thawed = {n: parameters[n] for n in self.frozen if n in parameters}
+        if thawed:
+            weights = {n: self.frozen.pop(n) for n in thawed}
+            self._thaw(thawed, weights)
+
+    def _thaw(self, parameters: Params, weights: dict[str, float]) -> None:
+        """Warn that these parameters have no importance, since the data to measure it on are gone."""
+        names = ", ".join(list(parameters)[:4])
+        if len(parameters) > 4:
+            names += ", …"
+        warnings.warn(
+            f"{type(self).__name__} does not penalize changes of {names}: frozen when the last task ended, they have "
+            f"no importance and learn as in fine-tuning. {self._thaw_advice}",
+            UserWarning,
+            stacklevel=4,
+        )
+
+    def _update_quadratic(self, model: nn.Module, importance: Form | Params, scale: float, decay: float = 1.0) -> None:
+        """Set F ← decay · F + scale · importance and θ* ← θ."""
+        form, theta = self._select_importance(model, importance)
+        form = form * scale
+        if self.quadratic.anchor and decay:
+            form = total(self._float32_form() * decay, form)
+        self.quadratic.move(self._round_form(form), theta)
+
+    def _select_importance(self, model: nn.Module, importance: Form | Params) -> tuple[Form, Params]:
+        """Check an importance and weight it by ``only``; return it with a copy of the parameters to penalize."""
+        form = _as_form(importance)
+        trainable = trainable_parameters(model)
+        parameters = all_parameters(model)
+        refuse_meta(parameters.values())
+        if any(map(is_sharded, parameters.values())):
+            form = _shard_form(form, parameters)
+
+        weights = matching(parameters, self.only)
+        _check_form(form, parameters, trainable)
+        if self.quadratic.anchor:
+            # Raises where a layer has changed in anything but its number of outputs.
+            remembered_parameters(model, self.quadratic.anchor, trainable, self.quadratic.widened)
+
+        # No overlap is an error, unless all parameters that ``only`` selects are frozen.
+        if not form.names & set(weights) and weights.keys() & trainable.keys():
+            raise ValueError(f"The importance contains none of the parameters that only={self.only!r} selects.")
+        if self.half and not isinstance(form, Diagonal):
+            raise ValueError(f"half is for importances per parameter, not for a {type(form).__name__} form.")
+
+        theta = {n: p.detach().clone() for n, p in trainable.items() if n in weights}
+        check_finite(theta)
+        self._note_frozen(parameters, weights)
+        return self._offload_form(form.weighted(weights)), self._offload(theta)
+
+    def _note_frozen(self, parameters: Params, weights: dict[str, float]) -> None:
+        """Record which of the selected parameters are frozen and have no importance from an earlier task."""
+        known_names = self.quadratic.form.names
+        frozen_names = {n for n, p in parameters.items() if not p.requires_grad and p.is_floating_point()}
+        self.frozen = {n: weight for n, weight in weights.items() if n in frozen_names and n not in known_names}
+
+    def _offload_form(self, form: Form) -> Form:
+        """Move a form to the CPU if ``offload``."""
+        if self.offload:
+            return form.to("cpu")
+        return form
+
+    def _offload(self, tensors: Params) -> Params:
+        """Move tensors to the CPU if ``offload``."""
+        return self._offload_form(Diagonal(tensors)).diagonal()
+
+    def _round_form(self, form: Form) -> Form:
+        """Round a diagonal form to bfloat16 stochastically if ``half``."""
+        if not self.half or not isinstance(form, Diagonal):
+            return form
+        self.num_stochastic_roundings += 1
+        return form.halved(self.num_stochastic_roundings)
+
+    def _float32_form(self) -> Form:
+        """Return the stored form in float32: a product in bfloat16 would be rounded to nearest."""
+        if self.half:
+            return self.quadratic.form.to(dtype=torch.float32)
+        return self.quadratic.form
+
+
+def _as_form(importance: Form | Params) -> Form:
+    """Convert an importance to a form; a dict of tensors becomes a diagonal one."""
+    if isinstance(importance, dict):
+        return Diagonal({n: torch.as_tensor(v) for n, v in importance.items()})
+    if isinstance(importance, tuple(FORMS.values())):
+        return importance
+    raise TypeError(
+        "An importance is a Diagonal, Kronecker or Full form or a dict of tensors by parameter name, "
+        f"got a {type(importance).__name__}."
+    )
+
+
+def _shard_form(form: Form, parameters: Params) -> Form:
+    """Distribute importances as their parameters are sharded."""
+    if not isinstance(form, Diagonal):
+        raise TypeError(f"Sharded parameters need a Diagonal importance, got a {type(form).__name__} form.")
+    shards = {n: sharded_like(v, parameters[n]) for n, v in form.values.items() if n in parameters}
+    return Diagonal(form.values | shards)
+
+
+def _check_form(form: Form, parameters: Params, trainable: Params) -> None:
+    """Raise if an importance does not fit the model: names, shapes and signs."""
+    unknown = form.names - set(parameters)
+    if not form.names & set(trainable):
+        form_names = ", ".join(sorted(form.names)[:3]) or "nothing"
+        model_names = ", ".join(list(trainable)[:3])
+        raise ValueError(
+            f"The importance is of {form_names}, none of which is a trainable parameter of the model "
+            f"({model_names} …): compute it on the same model."
+        )
+    if unknown:
+        raise ValueError(f"The importance names {', '.join(sorted(unknown)[:3])}, which the model does not have.")
+
+    for name, value in form.diagonal().items():
+        if name in trainable and value.shape != trainable[name].shape:
+            shape = tuple(trainable[name].shape)
+            raise ValueError(f"The importance of {name} has shape {tuple(value.shape)}, the parameter {shape}.")
+        if not value.isfinite().all() or (value < 0).any():
+            raise ValueError(f"The importance of {name} has negative, infinite or NaN entries: a penalty needs F ≥ 0.")

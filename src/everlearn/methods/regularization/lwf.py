@@ -1,0 +1,179 @@
+"""Learning without forgetting: distill the old model on the inputs of the new task."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from torch import Tensor, nn
+
+from everlearn.core.batch import Batch
+from everlearn.core.data_source import inputs_alone
+from everlearn.core.forward import forward, read_outputs
+from everlearn.core.hyperparameters import NonNegative, Range, Search
+from everlearn.core.likelihood import Bernoulli, Categorical, Likelihood
+from everlearn.core.method import Method
+from everlearn.core.parameters import unwrap
+from everlearn.core.traits import Traits
+from everlearn.curvature.divergence import output_kl
+from everlearn.methods.regularization.teacher import (
+    DistillationGroup,
+    Teacher,
+    append_task,
+    check_distillable,
+    check_student_outputs,
+    distillation_groups,
+    snapshot_teacher,
+    softened_kl,
+    teacher_outputs,
+)
+from everlearn.methods.regularization.warmup import Warmup
+
+
+@dataclass(eq=False)
+class LwF(Method):
+    """Learning without forgetting (Li & Hoiem, TPAMI 2017).
+
+        L = L_task + strength · Σₖ KL( softmax(tₖ/T) ‖ softmax(zₖ/T) ),   k: old tasks; a mean over the new labels
+
+    For the *new* inputs, z are the outputs of the model and t those of the model before this task. The index k selects
+    the outputs of task k. Old outputs and all weights keep learning. The paper has a cross-entropy, with the same
+    gradient but not zero where both models agree. There is no factor T², as in the authors' code. The mean is that of
+    L_task: over examples, or over labeled tokens, without ignored labels (-100). Outputs that are not classes use the
+    same divergence: a term per output for Bernoulli, with T; half the squared error over the variance for Gaussian,
+    without T.
+
+    Args:
+        strength: λ_o; 0 is fine-tuning. The weights of van de Ven & Tolias (2019), 1/t and (1 - 1/t) T², correspond
+            to T² here, up to the scale of the total loss.
+        temperature: T; higher values also preserve small probabilities.
+        refuse_new: include outputs that are new to an old task in the softmax of z, with target 0, as van de Ven &
+            Tolias do in class-incremental learning: the model also learns that new images have no new class.
+        warmup: steps at the start of each later task in which only outputs that are new in it learn; none if a task
+            has no new outputs.
+        output: name of the output layer, for the warm-up; by default the last ``nn.Linear``.
+    """
+
+    traits = Traits(
+        family="regularisation",
+        pro="nothing of old tasks is kept but the model itself, and strong where tasks have outputs of their own",
+        con="works as far as new inputs resemble old ones",
+        step=1.6,
+        copies=(2.0,),
+        needs_labels=False,
+        weak={
+            "domain": "where tasks share outputs, a confident teacher keeps the model from learning",
+            "class": "distillation on new inputs does not raise the outputs of old classes",
+        },
+    )
+
+    strength: Annotated[NonNegative, Search(1e-2, 100, late=True)] = 1.0
+    temperature: Annotated[float, Range(1e-3), Search(0.5, 10, late=True)] = 2.0
+    refuse_new: bool = False
+    warmup: Annotated[int, Range(0)] = 0
+    output: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.latest: Teacher = {}  # the model at the end of the last task
+        self.teacher: Teacher = {}  # the teacher of the current task
+        self.learned: list[int] = []
+        self.current: int | None = None
+        self.begun: bool = False
+        self.warmed = 0  # warm-up steps done in this task
+        self._groups: list[DistillationGroup] | None = None
+        self._likelihood: Likelihood = Categorical()
+        self._warmup = Warmup()
+
+    def begin_task(self, model: nn.Module, task: Any) -> None:
+        """Make the model of the last task the teacher; chunks of one task share theirs."""
+        self.current = getattr(task, "id", None)
+        self.begun = True
+        self._groups = None
+        if self.latest and (self.current is None or self.current != self.latest["ids"][-1]):
+            self.teacher = self.latest
+            self.warmed = 0
+            self.resume(model, task)
+
+    def resume(self, model: nn.Module, task: Any) -> None:
+        """Continue the warm-up for its remaining steps."""
+        self._warmup = Warmup()
+        if self.warmup > self.warmed and self.teacher:
+            self._warmup.begin(unwrap(model), task, self.teacher, self.warmup - self.warmed, self.output)
+
+    def penalty(self, model: nn.Module, batch: Batch | None = None, out: Tensor | None = None) -> Tensor | float:
+        """Return λ_o Σₖ KL(teacher ‖ model).
+
+        Args:
+            model: the student.
+            batch: the new examples, or a tensor of their inputs.
+            out: outputs of the model for them, if computed already; also a Hugging Face output with ``.logits``.
+        """
+        # A custom loop need not call begin_task: then the latest model is the teacher.
+        teacher = self.teacher if self.begun else self.latest
+        if not teacher or not self.strength:
+            return 0.0
+        if self.warmup and not self.begun:
+            raise ValueError("LwF.warmup needs the start of each task: call begin_task(model, task) before its steps.")
+        if batch is None:
+            raise ValueError("LwF compares outputs: give the inputs, penalty(model, batch) or penalty(model, x, out).")
+        if not isinstance(batch, Batch):
+            batch = Batch(inputs_alone(batch), likelihood=self._likelihood)
+
+        z = forward(model, batch.x) if out is None else read_outputs(out)
+        self._check_statistics(model)
+        if not self._checked_outputs:
+            self._checked_outputs = True
+            batch.likelihood.check_outputs(z)
+
+        t = teacher_outputs(model, teacher, batch.x)
+        check_student_outputs(batch.likelihood, t, z)
+        if self._groups is None:
+            student = (z, batch.allowed) if self.refuse_new else None
+            self._groups = distillation_groups(teacher, self.current, t, student)
+            check_distillable(batch.likelihood, t, self._groups)
+        return self._noted(self.strength * self._distillation_loss(batch, t, z, self._groups))
+
+    def _distillation_loss(self, batch: Batch, t: Tensor, z: Tensor, groups: list[DistillationGroup]) -> Tensor:
+        """Return Σₖ KL(teacher ‖ model), a mean over labels that count."""
+        counted = batch.likelihood.counted(batch.y)
+        total = z.new_zeros(())
+        for old, new, num_tasks, _ in groups:
+            divergence = self._divergence(batch.likelihood, t[..., old], z[..., old], z[..., new])
+            if counted is not None:
+                divergence = divergence * counted
+            total = total + num_tasks * divergence.sum()
+
+        if counted is None:
+            return total / batch.likelihood.label_count(z)
+        return total / counted.sum().clamp(min=1)
+
+    def _divergence(self, likelihood: Likelihood, t: Tensor, z: Tensor, z_new: Tensor) -> Tensor:
+        """Return the terms of KL(teacher ‖ model); ``z_new`` are outputs with probability 0 under the teacher."""
+        if isinstance(likelihood, Categorical):
+            return softened_kl(t, z, z_new, self.temperature)[..., None]
+        if isinstance(likelihood, Bernoulli):
+            return output_kl(likelihood, t / self.temperature, z / self.temperature)
+        return output_kl(likelihood, t, z)
+
+    def before_step(self, model: nn.Module) -> None:
+        """Keep only the gradients of new outputs during the warm-up."""
+        self._warmup.before_step()
+
+    def after_step(self, model: nn.Module) -> None:
+        """Restore all but the new outputs during the warm-up: momentum moves weights without a gradient, too."""
+        self.warmed += self._warmup.steps_left > 0
+        self._warmup.after_step()
+
+    def end_task(self, model: nn.Module, task: Any) -> None:
+        """Store the model as the next teacher."""
+        self._likelihood = getattr(task, "likelihood", self._likelihood)
+        self.learned = append_task(self.learned, task)
+        self.latest = snapshot_teacher(model, task, self.learned)
+        self._groups = None
+        self.begun = False
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the state of an LwF with the same settings."""
+        super().load_state_dict(state)
+        self._groups = None

@@ -1,0 +1,190 @@
+"""PathIntegral, the base of SI: which gradients and updates of a step enter its path integral."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from everlearn.core.batch import Batch
+from everlearn.core.parameters import (
+    Params,
+    accumulate_dtype,
+    all_parameters,
+    check_growth,
+    grown,
+    leading_block,
+    matching,
+    trainable_parameters,
+)
+from everlearn.curvature.diagonal import Diagonal, on
+from everlearn.curvature.quadratic import nonzero
+from everlearn.methods.regularization.base import QuadraticPenalty
+
+
+class PathIntegral(QuadraticPenalty):
+    """Bookkeeping of a path integral over training steps: growing layers, skipped steps, and caches for speed.
+
+    ``_begin_step`` stores the gradient g of the task loss and θ - θ* before the optimizer's step, and ``_end_step``
+    returns g and -Δθ after it.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.path: Params = {}  # ω
+        self.steps = 0
+        # The shapes of all trainable parameters at the last call of ``_init_path``.
+        self._trainable_shapes: dict[str, torch.Size] = {}
+        # The parameters of the current step: looking up their names again would take time.
+        self._theta: Params = {}
+        self._task_gradient: Params = {}  # g
+        self._displacement: Params = {}  # θ - θ*
+        # Where θ - θ* was computed: (id, version) of each parameter.
+        self._theta_versions: list[tuple[int, int]] = []
+        self._reuse_displacement = False
+        self._is_step_begun = False
+        self._is_step_ended = False
+
+    @property
+    def omega(self) -> Diagonal:
+        """2 · strength · Ω: the quadratic ½ δᵀFδ has a ½, the penalty of SI has none."""
+        if not isinstance(self.quadratic.form, Diagonal):
+            raise TypeError("SI needs importances per parameter: use a Diagonal form.")
+        return self.quadratic.form
+
+    def begin_task(self, model: nn.Module, task: Any) -> None:
+        """Start the path integral of parameters that have none yet."""
+        self._is_step_begun = False
+        self._init_path(model)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the state of a method with the same settings."""
+        super().load_state_dict(state)
+        self._theta_versions = []
+
+    @property
+    def of_parameters(self) -> bool:
+        """Always true: the penalty depends on the parameters alone."""
+        return True
+
+    def _in_graph_penalty(self, model: nn.Module, batch: Batch | None, out: Tensor | None) -> Tensor | float:
+        """Return 0: ``before_step`` adds the gradient of the penalty."""
+        # The trainer calls this. It changes no weights between steps, so θ - θ* of the last step is still valid.
+        self._reuse_displacement = True
+        return 0.0
+
+    def _begin_step(self, model: nn.Module) -> list[str]:
+        """Store g and θ - θ* before the optimizer's step; return the names of parameters with a penalty gradient."""
+        parameters = trainable_parameters(model)
+        if self.frozen:
+            self._notice_thawed(parameters)
+        if any(self._trainable_shapes.get(n) != p.shape for n, p in parameters.items()):
+            self._init_path(model)
+        if all(p.grad is None for p in parameters.values()):
+            raise ValueError("SI.before_step found no gradients: call it after loss.backward() and before the step.")
+
+        self._theta = {n: p for n, p in parameters.items() if n in self.path}
+        for p in self._theta.values():
+            if p.grad is not None and p.grad.is_sparse:
+                p.grad = p.grad.to_dense()
+        self._update_displacement(reuse=self._reuse_displacement and self._is_step_ended)
+
+        # Clipping changes p.grad in place: copy g where the penalty does not give p.grad a new tensor.
+        penalized_names = self._penalized_names()
+        self._task_gradient = {n: p.grad for n, p in self._theta.items() if p.grad is not None}
+        self._task_gradient |= {n: g.clone() for n, g in self._task_gradient.items() if n not in penalized_names}
+
+        self._is_step_begun = True
+        self._is_step_ended = False
+        self._reuse_displacement = False
+        return penalized_names
+
+    def _end_step(self) -> tuple[Params, list[Tensor]]:
+        """Return g by name and the list of -Δθ after the optimizer's step; both are empty if it was skipped."""
+        if not self._is_step_begun:
+            raise ValueError("SI.after_step needs the before_step(model) of the same step, after backward().")
+        g = self._task_gradient
+        start = self._displacement
+        has_moved = self._update_displacement()
+
+        # A gradient scaler skips the step when a gradient overflows; an infinite g must not enter the path then.
+        if not has_moved and not all(v.sum().isfinite() for v in g.values()):
+            g = {}
+        negative_update = [start[n] for n in g]
+        if g:
+            torch._foreach_sub_(negative_update, [self._displacement[n] for n in g])
+
+        self._theta = {}
+        self._task_gradient = {}
+        self._is_step_begun = False
+        self._is_step_ended = True
+        return g, negative_update
+
+    def _update_displacement(self, reuse: bool = False) -> bool:
+        """Compute θ - θ*; with ``reuse`` only if a parameter has a new version.
+
+        In-place operations increase the version of a tensor. Writes through ``p.data`` and fused optimizers do not.
+
+        Returns:
+            Whether a parameter has a new version since the last call.
+        """
+        versions = [(id(p), p._version) for p in self._theta.values()]
+        is_new = versions != self._theta_versions
+        if is_new or not reuse:
+            anchors = [on(self.quadratic.anchor[n], p) for n, p in self._theta.items()]
+            differences = torch._foreach_sub(list(self._theta.values()), anchors)
+            self._displacement = dict(zip(self._theta, differences, strict=True))
+            self._theta_versions = versions
+        return is_new
+
+    def _penalized_names(self) -> list[str]:
+        """Return the parameters with importances, without those whose task and penalty gradients are both zero.
+
+        Their ``p.grad`` stays None, so that weight decay does not move them.
+        """
+        names = [n for n in self._theta if n in self.omega.values]
+        untouched = [n for n in names if self._theta[n].grad is None]
+        if not untouched:
+            return names
+        gradients = {n: on(self.omega.values[n], self._displacement[n]) * self._displacement[n] for n in untouched}
+        zero_names = set(untouched) - nonzero(gradients)
+        return [n for n in names if n not in zero_names]
+
+    def _init_path(self, model: nn.Module) -> None:
+        """Set ω = 0 and θ* = θ for parameters, and rows of parameters, that are new."""
+        parameters = trainable_parameters(model)
+        complex_names = [n for n, p in parameters.items() if p.is_complex()]
+        if complex_names:
+            raise TypeError(
+                f"SI integrates over real parameters, and {complex_names[0]} is complex: use EWC or MAS, or freeze it."
+            )
+        weights = matching(all_parameters(model), self.only)
+        self._notice_thawed(parameters)
+        self._trainable_shapes = {n: p.shape for n, p in parameters.items()}
+        self._theta_versions = []
+
+        for name, parameter in parameters.items():
+            if name not in weights:
+                continue
+            theta = parameter.detach()
+            path = self.path.get(name)
+            if path is not None and path.shape == theta.shape:
+                continue
+
+            # Rows that existed before keep their anchor and their importance.
+            anchor = theta.clone()
+            old_anchor = self.quadratic.anchor.get(name)
+            if old_anchor is not None:
+                check_growth(name, theta, old_anchor.shape)
+                leading_block(anchor, old_anchor.shape).copy_(old_anchor)
+            if self.offload:
+                anchor = anchor.cpu()
+            self.quadratic.anchor[name] = anchor
+            if name in self.omega.values:
+                self.omega.values[name] = grown(self.omega.values[name], theta.shape)
+
+            if path is None:
+                self.path[name] = torch.zeros_like(theta, dtype=accumulate_dtype(theta))
+            else:
+                self.path[name] = grown(path, theta.shape).clone()

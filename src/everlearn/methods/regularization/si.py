@@ -1,0 +1,136 @@
+"""Synaptic intelligence: importances from each parameter's contribution to lowering the loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor, nn
+
+from everlearn.core.batch import Batch
+from everlearn.core.hyperparameters import NonNegative, Range, Search
+from everlearn.core.parameters import Params, all_parameters, check_finite, matching, trainable_parameters
+from everlearn.core.traits import Traits
+from everlearn.curvature.diagonal import Diagonal, grown_sum, on
+from everlearn.methods.regularization.base import WEAK_WITH_NEW_CLASSES
+from everlearn.methods.regularization.path_integral import PathIntegral
+
+
+@dataclass(eq=False)
+class SI(PathIntegral):
+    """Synaptic intelligence (Zenke, Poole & Ganguli, ICML 2017).
+
+        each step:      ωᵢ ← ωᵢ - gᵢ · Δθᵢ,   g = ∂L_task/∂θ before the step, Δθ = the optimizer's update
+        end of a task:  Ωᵢ ← max(0, Ωᵢ + ωᵢ / ((θᵢ - θ*ᵢ)² + damping)),   θ* ← θ,   ω ← 0
+        L = L_task + strength · Σᵢ Ωᵢ (θᵢ - θ*ᵢ)²
+
+    The path integral ω uses the gradient of the task loss alone. Therefore ``before_step`` adds the gradient of the
+    penalty to ``p.grad``, and ``penalty`` returns a value without a gradient. A custom loop must call ``before_step``
+    (after a gradient scaler's ``unscale_``) and ``after_step``. In a chain, penalties of other methods count as part
+    of the task loss. External weight changes between steps are detected; the trainer misses writes through ``p.data``.
+
+    Args:
+        strength: c; 0 is fine-tuning.
+        damping: ξ, bounds the importance of a parameter that has hardly moved.
+        consolidate_every: consolidate after this many steps instead of at the end of a task, for streams without
+            task boundaries.
+    """
+
+    traits = Traits(
+        family="regularisation",
+        pro="gathers importances while it learns: no pass over the data at the end of a task",
+        con="three copies of the model, and importances that small batches make noisy",
+        step=1.2,
+        copies=(3.0,),
+        without_boundaries={"consolidate_every": 100},
+        weak={"class": WEAK_WITH_NEW_CLASSES},
+    )
+
+    strength: Annotated[NonNegative, Search(1e-2, 1e5, late=True, unless="consolidate_every")] = 10.0
+    damping: Annotated[float, Range(1e-12), Search(1e-4, 1, late=True, unless="consolidate_every")] = 0.1
+    consolidate_every: Annotated[int, Range(1)] | None = None
+
+    _thaw_advice = (
+        "SI measures importances while parameters learn: train them in the task that is to be kept, or use EWC, MAS "
+        "or L2, which penalize changes of all parameters that are trainable at end_task(model, task)."
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.half and self.consolidate_every:
+            raise ValueError("SI.half rounds at each consolidation, too often for consolidate_every: use one of them.")
+
+    def penalty(self, model: nn.Module, batch: Batch | None = None, out: Tensor | None = None) -> Tensor | float:
+        """Return the penalty's value without a gradient, for display; ``before_step`` adds the gradient."""
+        if not self.omega.values:
+            return 0.0
+        return self.quadratic(model).detach()
+
+    @torch.no_grad()
+    def before_step(self, model: nn.Module) -> None:
+        """Store g, then add the gradient of the penalty, 2 · strength · Ω (θ - θ*), to ``p.grad``."""
+        names = self._begin_step(model)
+        if not names:
+            return
+        self._check_statistics(model)
+
+        delta = [self._displacement[n] for n in names]
+        omega = [on(self.omega.values[n], d).to(d.dtype) for n, d in zip(names, delta, strict=True)]
+        gradients = []
+        for name, d in zip(names, delta, strict=True):
+            gradient = self._theta[name].grad
+            gradients.append(torch.zeros_like(d) if gradient is None else gradient)
+
+        total_gradients = torch._foreach_addcmul(gradients, omega, delta)
+        for name, gradient in zip(names, total_gradients, strict=True):
+            self._theta[name].grad = gradient
+
+    @torch.no_grad()
+    def after_step(self, model: nn.Module) -> None:
+        """Update the path integral, ω ← ω - g · Δθ."""
+        g, negative_update = self._end_step()
+        if g:
+            omega = [self.path[n] for n in g]
+            torch._foreach_addcmul_(omega, list(g.values()), negative_update)
+
+        self.steps += 1
+        if self.consolidate_every and self.steps % self.consolidate_every == 0:
+            self._consolidate(model)
+
+    def end_task(self, model: nn.Module, task: Any) -> None:
+        """Consolidate, unless ``consolidate_every`` is set."""
+        if not self.steps:
+            raise ValueError("SI has not seen a step: call before_step(model) and after_step(model) in your loop.")
+        if self.consolidate_every is None:
+            self._consolidate(model)
+        self._displacement = {}
+        self._theta_versions = []
+
+    @torch.no_grad()
+    def _consolidate(self, model: nn.Module) -> None:
+        """Set Ω ← max(0, Ω + ω / ((θ - θ*)² + ξ)), θ* ← θ and ω ← 0."""
+        parameters = all_parameters(model)
+        weights = matching(parameters, self.only)
+        theta = {n: p.detach().clone() for n, p in trainable_parameters(model).items() if n in self.path}
+        check_finite(theta)
+
+        importance: Params = {}
+        for name, value in theta.items():
+            delta = value - on(self.quadratic.anchor[name], value)
+            scale = 2 * self.strength * weights[name]
+            omega = scale * self.path[name] / (delta.square() + self.damping)
+            old_omega = self.omega.values.get(name)
+            if old_omega is not None:
+                omega = grown_sum(on(old_omega, omega).to(omega.dtype), omega)
+            importance[name] = omega.relu()
+            self.path[name].zero_()
+
+        # Parameters that are currently frozen keep their importance.
+        form = Diagonal({**self.omega.values, **importance})
+        self.applied_strength = float(self.strength)
+        self.quadratic.move(self._round_form(self._offload_form(form)), self._offload(theta))
+        self._theta_versions = []
+
+        # Importances come from steps: parameters frozen during them have none, even if they are trainable by now.
+        self.frozen = {n: w for n, w in weights.items() if n not in form.values and parameters[n].is_floating_point()}

@@ -1,0 +1,1 @@
+"""Replay: old examples, stored or generated, are trained on again."""

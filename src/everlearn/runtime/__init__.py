@@ -1,0 +1,1 @@
+"""What every program needs of its machine: files, hashes, randomness, processes, distributed training."""

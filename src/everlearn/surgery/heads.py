@@ -1,0 +1,60 @@
+"""Find the output layer, and add outputs to it."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from everlearn.core.parameters import unwrap
+
+
+def output_layer(model: nn.Module, name: str | None = None) -> tuple[str, nn.Linear]:
+    """Return the name and module of the output layer: the last registered ``nn.Linear``, or the one named.
+
+    >>> output_layer(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)))
+    ('2', Linear(in_features=3, out_features=2, bias=True))
+    """
+    model = unwrap(model)
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    if name is None and layers:
+        return list(layers.items())[-1]
+    if name is not None and name in layers:
+        return name, layers[name]
+
+    wanted = "nn.Linear layer"
+    if name is not None:
+        wanted += f" named {name!r}"
+    raise ValueError(f"{type(model).__name__} has no {wanted}; its linear layers are: {', '.join(layers) or 'none'}.")
+
+
+def grow_output(model: nn.Module, outputs: int, name: str | None = None) -> None:
+    """Add outputs to the output layer. The values of its old outputs stay the same, up to rounding.
+
+    New rows are initialized as in a new layer. Create the optimizer after growing, or add the new parameters to it.
+
+    >>> net = nn.Sequential(nn.Linear(4, 2))
+    >>> grow_output(net, 5)
+    >>> net[0]
+    Linear(in_features=4, out_features=5, bias=True)
+    """
+    name, old = output_layer(model, name)
+    if not name:
+        raise ValueError(
+            "The model is the output layer itself and cannot be replaced: put it into nn.Sequential(layer)."
+        )
+    if outputs < old.out_features:
+        raise ValueError(
+            f"The output layer {name!r} has {old.out_features} outputs already; it cannot shrink to {outputs}."
+        )
+
+    new = nn.Linear(old.in_features, outputs, old.bias is not None, old.weight.device, old.weight.dtype)
+    with torch.no_grad():
+        new.weight[: old.out_features] = old.weight
+        if old.bias is not None:
+            new.bias[: old.out_features] = old.bias
+
+    # The new layer takes over the mode and the frozen flags of the old one.
+    new.train(old.training)
+    for new_parameter, old_parameter in zip(new.parameters(), old.parameters(), strict=True):
+        new_parameter.requires_grad_(old_parameter.requires_grad)
+    unwrap(model).set_submodule(name, new)

@@ -1,0 +1,69 @@
+"""Register, remove and restore the hooks that methods put on a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+HookRecord = tuple[dict[int, Any], int, "Hook"]  # the hook dict of a module, the key in it, the hook
+
+
+class Hook(partial[Any]):
+    """A hook registered by a method of this library. Copying a model copies the hook and its arguments."""
+
+
+def remove_hooks(net: nn.Module) -> list[HookRecord]:
+    """Remove every ``Hook``, also those copied with a model. Returns what ``restore_hooks`` needs."""
+    hook_dicts: list[Any] = []
+    for module in net.modules():
+        hook_dicts += [module._forward_hooks, module._forward_pre_hooks]
+
+    removed: list[HookRecord] = []
+    for hook_dict in hook_dicts:
+        removed += [(hook_dict, key, hook) for key, hook in hook_dict.items() if isinstance(hook, Hook)]
+    for hook_dict, key, _ in removed:
+        del hook_dict[key]
+    return removed
+
+
+def restore_hooks(hooks: list[HookRecord]) -> None:
+    """Put back the hooks that ``remove_hooks`` removed."""
+    for hook_dict, key, hook in hooks:
+        hook_dict[key] = hook
+
+
+@contextmanager
+def without_hooks(net: nn.Module) -> Iterator[None]:
+    """Remove every ``Hook`` inside the context, so that copies of the model contain none."""
+    removed = remove_hooks(net)
+    try:
+        yield
+    finally:
+        restore_hooks(removed)
+
+
+@contextmanager
+def temporarily_unhooked(net: nn.Module) -> Iterator[bool]:
+    """Temporarily remove the hooks of other methods; yields whether any existed.
+
+    Hooks registered inside the context stay on the model, unless there were others before.
+    """
+    removed = remove_hooks(net)
+    try:
+        yield bool(removed)
+    finally:
+        if removed:
+            remove_hooks(net)
+            restore_hooks(removed)
+
+
+def move_like(module: nn.Module, model: nn.Module) -> None:
+    """Move a module to the device and dtype of a model."""
+    parameter = next(module.parameters(), None)
+    reference = next(model.parameters())
+    if parameter is not None and (parameter.device, parameter.dtype) != (reference.device, reference.dtype):
+        module.to(reference.device, reference.dtype)
