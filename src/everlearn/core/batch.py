@@ -71,13 +71,13 @@ class Batch:
             return None
         return self.allowed[self.t]
 
-    def loss(self, out: Tensor) -> Tensor:
+    def loss(self, outputs: Tensor) -> Tensor:
         """Mean loss of the model's outputs for this batch."""
-        return self.likelihood.loss(out, self.labels(), self.allowed_rows)
+        return self.likelihood.loss(outputs, self.labels(), self.allowed_rows)
 
-    def score(self, out: Tensor) -> Tensor:
+    def score(self, outputs: Tensor) -> Tensor:
         """Score of each example's output; for classes 1 if correct, else 0."""
-        return self.likelihood.score(out, self.labels(), self.allowed_rows)
+        return self.likelihood.score(outputs, self.labels(), self.allowed_rows)
 
     def like(self, x: Inputs, y: Tensor | None, t: Tensor | None) -> Batch:
         """Create a batch of other examples under the same scenario mask, likelihood and transform."""

@@ -87,15 +87,15 @@ def _requires_several(model: nn.Module, count: int) -> bool:
     return 1 < required <= count <= len(positional)
 
 
-def read_outputs(out: Any) -> Tensor:
+def read_outputs(outputs: Any) -> Tensor:
     """Extract the tensor of outputs from a model's return value: itself or its ``.logits``."""
-    if isinstance(out, Tensor):
-        return out
-    logits = getattr(out, "logits", None)
+    if isinstance(outputs, Tensor):
+        return outputs
+    logits = getattr(outputs, "logits", None)
     if isinstance(logits, Tensor):
         return logits
     raise TypeError(
-        f"The model must give a tensor of outputs, it gave a {type(out).__name__} without a tensor of .logits: "
+        f"The model must give a tensor of outputs, it gave a {type(outputs).__name__} without a tensor of .logits: "
         "wrap it in a module whose forward(x) returns only the outputs."
     )
 

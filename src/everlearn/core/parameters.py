@@ -165,12 +165,12 @@ def is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "full_tensor")
 
 
-def refuse_sharded(parameters: Iterable[Tensor], who: str) -> None:
+def refuse_sharded(parameters: Iterable[Tensor], caller: str) -> None:
     """Raise ValueError if parameters are sharded, in the name of the method or function that needs them whole."""
     if any(map(is_sharded, parameters)):
         raise ValueError(
-            f"{who} needs whole parameters, and these are sharded (FSDP): use SI or L2, or EWC and MAS with importances "
-            "of a copy that is not sharded."
+            f"{caller} needs whole parameters, and these are sharded (FSDP): use SI or L2, or EWC and MAS with "
+            "importances of a copy that is not sharded."
         )
 
 

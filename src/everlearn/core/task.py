@@ -22,7 +22,7 @@ SCENARIOS: tuple[Scenario, ...] = get_args(Scenario)
 Split = Literal["train", "valid", "test"]
 
 
-def allowed_classes(scenario: Scenario, classes: Sequence[Sequence[int]], now: int) -> Tensor | None:
+def allowed_classes(scenario: Scenario, classes: Sequence[Sequence[int]], current_task: int) -> Tensor | None:
     """Build the scenario mask (tasks × classes): whether an example of task t may be assigned class c.
 
     Task-incremental: the classes of task t. Class-incremental: the classes of all tasks begun so far.
@@ -31,9 +31,9 @@ def allowed_classes(scenario: Scenario, classes: Sequence[Sequence[int]], now: i
     Args:
         scenario: "task", "domain" or "class".
         classes: the classes of each task.
-        now: index of the current task.
+        current_task: index of the current task.
 
-    >>> allowed_classes("class", [[0, 1], [2, 3]], now=0)
+    >>> allowed_classes("class", [[0, 1], [2, 3]], current_task=0)
     tensor([[ True,  True, False, False],
             [ True,  True, False, False]])
     """
@@ -45,7 +45,7 @@ def allowed_classes(scenario: Scenario, classes: Sequence[Sequence[int]], now: i
     num_classes = max(c for task_classes in classes for c in task_classes) + 1
     mask = torch.zeros(len(classes), num_classes, dtype=torch.bool)
     if scenario == "class":
-        begun_classes = {c for task_classes in classes[: now + 1] for c in task_classes}
+        begun_classes = {c for task_classes in classes[: current_task + 1] for c in task_classes}
         mask[:, list(begun_classes)] = True
     else:
         for t, task_classes in enumerate(classes):
@@ -171,14 +171,14 @@ class Task:
                 raise ValueError(f"{self} has no examples to train on.")
 
     def examples(
-        self, size: int, split: Split = "train", most: int | None = None, shared: bool = False
+        self, size: int, split: Split = "train", max_examples: int | None = None, shared: bool = False
     ) -> Iterator[Batch]:
         """Iterate over each example once, in order, under the evaluation transform.
 
         Args:
             size: batch size.
             split: which data.
-            most: number of examples to draw at random; of a DataLoader or iterable of batches, the first ones.
+            max_examples: number of examples to draw at random; of a DataLoader or iterable of batches, the first ones.
             shared: whether the examples are divided among the distributed processes.
         """
         source: Source | None = getattr(self, split)
@@ -186,16 +186,16 @@ class Task:
             raise ValueError(f"{self} has no {split} data.")
 
         order = None
-        if most is not None and not isinstance(source, Batches):
-            order = torch.randperm(len(source), generator=generator(0, "examples", split))[:most]
+        if max_examples is not None and not isinstance(source, Batches):
+            order = torch.randperm(len(source), generator=generator(0, "examples", split))[:max_examples]
 
         batches: Iterator[Rows] = iter(())
         if not shared or distributed.world_size() == 1:
             batches = source.batches(size, order, derive(0, split))
         elif isinstance(source, Batches):
             # Each process takes every world_size-th batch, unless the loader has divided them already.
-            if most is not None:
-                most = -(-most // distributed.world_size())
+            if max_examples is not None:
+                max_examples = -(-max_examples // distributed.world_size())
             batches = source.batches(size, order, derive(0, split))
             if not source.is_distributed:
                 batches = islice(batches, distributed.rank(), None, distributed.world_size())
@@ -205,18 +205,18 @@ class Task:
                 order = torch.arange(len(source))
             process_order = order[distributed.rank() :: distributed.world_size()]
             batches = source.batches(size, process_order, derive(0, split))
-            most = None
+            max_examples = None
 
         num_examples = 0
         for rows in batches:
             batch = self._make_batch(rows, self.eval_transform)
-            if most is not None:
-                batch = batch[: most - num_examples]
+            if max_examples is not None:
+                batch = batch[: max_examples - num_examples]
             if len(batch):
                 yield batch
 
             num_examples += len(batch)
-            if num_examples == most:
+            if num_examples == max_examples:
                 return
 
     def planned_steps(self, size: int, epochs: int = 1, iterations: int | None = None) -> int | None:

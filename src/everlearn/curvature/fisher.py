@@ -129,7 +129,7 @@ class FisherEstimator:
         num_labels = 0
         with preserve_model(engine.model):
             chunk_size = self.chunk or engine.choose_chunk_size(task)
-            for batch in task.examples(chunk_size, most=examples, shared=True):
+            for batch in task.examples(chunk_size, max_examples=examples, shared=True):
                 batch = self._select_labeled(batch)
                 if not len(batch):
                     continue

@@ -1,6 +1,6 @@
 """The interface of likelihoods.
 
-Outputs ``out`` and labels ``y`` have one row per example. ``allowed`` (rows × outputs, boolean, or None for all) masks
+Outputs and labels ``y`` have one row per example. ``allowed`` (rows × outputs, boolean, or None for all) masks
 the outputs that may be used.
 """
 
@@ -19,17 +19,17 @@ IGNORED_LABEL = -100
 
 @dataclass(frozen=True)
 class Likelihood(ABC):
-    """Likelihood p(y | out); the loss is its negative logarithm, averaged over examples."""
+    """Likelihood p(y | outputs); the loss is its negative logarithm, averaged over examples."""
 
     @abstractmethod
-    def loss(self, out: Tensor, y: Tensor, allowed: Tensor | None = None) -> Tensor:
-        """Mean over examples of -log p(y | out), up to a constant."""
+    def loss(self, outputs: Tensor, y: Tensor, allowed: Tensor | None = None) -> Tensor:
+        """Mean over examples of -log p(y | outputs), up to a constant."""
 
     @abstractmethod
-    def score(self, out: Tensor, y: Tensor, allowed: Tensor | None = None) -> Tensor:
+    def score(self, outputs: Tensor, y: Tensor, allowed: Tensor | None = None) -> Tensor:
         """Score of each example's output, higher is better; the accuracy matrix contains the means."""
 
-    def check_outputs(self, out: Tensor) -> None:  # noqa: B027 - optional
+    def check_outputs(self, outputs: Tensor) -> None:  # noqa: B027 - optional
         """Warn if the outputs are evidently not parameters of this likelihood."""
 
     @property
@@ -41,10 +41,10 @@ class Likelihood(ABC):
         """Number of labels that the loss averages over."""
         return len(y)
 
-    def label_count(self, out: Tensor, y: Tensor | None = None) -> int:
+    def label_count(self, outputs: Tensor, y: Tensor | None = None) -> int:
         """Number of labels that the loss of these outputs averages over; without labels, the largest possible."""
         if y is None:
-            return len(out)
+            return len(outputs)
         return self.weight(y)
 
     @abstractmethod
@@ -55,27 +55,27 @@ class Likelihood(ABC):
     def outputs(self, y: Tensor) -> int:
         """Number of outputs that a model needs for these labels."""
 
-    # The Fisher information of one example's outputs is F_out = E[r rᵀ] over labels y ~ p(y | out),
+    # The Fisher information of one example's outputs is F_out = E[r rᵀ] over labels y ~ p(y | outputs),
     # with r the residual.
 
     @abstractmethod
-    def residual(self, out: Tensor, y: Tensor, allowed: Tensor | None = None) -> Tensor:
-        """Compute r = ∂(-log p(y | out)) / ∂out, one row per example."""
+    def residual(self, outputs: Tensor, y: Tensor, allowed: Tensor | None = None) -> Tensor:
+        """Compute r = ∂(-log p(y | outputs)) / ∂outputs, one row per example."""
 
     @abstractmethod
-    def sample(self, out: Tensor, generator: torch.Generator, allowed: Tensor | None = None) -> Tensor:
-        """Draw labels from p(y | out)."""
+    def sample(self, outputs: Tensor, generator: torch.Generator, allowed: Tensor | None = None) -> Tensor:
+        """Draw labels from p(y | outputs)."""
 
     @abstractmethod
-    def predicted(self, out: Tensor, allowed: Tensor | None = None) -> Tensor:
+    def predicted(self, outputs: Tensor, allowed: Tensor | None = None) -> Tensor:
         """Most likely labels."""
 
     @abstractmethod
-    def factor(self, out: Tensor, allowed: Tensor | None = None) -> Iterator[Tensor]:
+    def factor(self, outputs: Tensor, allowed: Tensor | None = None) -> Iterator[Tensor]:
         """Yield the columns s of a factor of F_out, each shaped like the outputs: Σ s sᵀ = F_out for every example."""
 
     @abstractmethod
-    def signs(self, out: Tensor, generator: torch.Generator, allowed: Tensor | None = None) -> Tensor:
+    def signs(self, outputs: Tensor, generator: torch.Generator, allowed: Tensor | None = None) -> Tensor:
         """Draw a random s with E[s sᵀ] = F_out: the factor times a vector of random signs."""
 
     def counted(self, y: Tensor | None) -> Tensor | None:

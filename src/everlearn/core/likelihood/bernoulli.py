@@ -16,20 +16,20 @@ from everlearn.core.likelihood.base import Likelihood, random_signs
 class Bernoulli(Likelihood):
     """Several independent binary labels: binary cross-entropy with logits, summed over the allowed labels.
 
-        p(y | out) = ∏_k σ(out_k)^y_k (1 - σ(out_k))^(1 - y_k)
+        p(y | outputs) = ∏_k σ(outputs_k)^y_k (1 - σ(outputs_k))^(1 - y_k)
 
     >>> Bernoulli().loss(torch.zeros(1, 2), torch.tensor([[1.0, 0.0]])).exp()
     tensor(4.)
     """
 
-    def loss(self, out: Tensor, y: Tensor, allowed: Tensor | None = None) -> Tensor:
+    def loss(self, outputs: Tensor, y: Tensor, allowed: Tensor | None = None) -> Tensor:
         """Binary cross-entropy summed over the allowed labels, averaged over examples."""
-        losses = F.binary_cross_entropy_with_logits(out, y, reduction="none")
-        return _mask(losses, allowed).sum() / len(out)
+        losses = F.binary_cross_entropy_with_logits(outputs, y, reduction="none")
+        return _mask(losses, allowed).sum() / len(outputs)
 
-    def score(self, out: Tensor, y: Tensor, allowed: Tensor | None = None) -> Tensor:
+    def score(self, outputs: Tensor, y: Tensor, allowed: Tensor | None = None) -> Tensor:
         """Fraction of the allowed labels that are predicted correctly."""
-        is_correct = (out > 0) == (y > 0.5)
+        is_correct = (outputs > 0) == (y > 0.5)
         if allowed is None:
             return is_correct.float().mean(1)
         return (is_correct & allowed).sum(1) / allowed.sum(1).clamp(min=1)
@@ -49,34 +49,34 @@ class Bernoulli(Likelihood):
         """Number of labels per example."""
         return y.shape[1]
 
-    def residual(self, out: Tensor, y: Tensor, allowed: Tensor | None = None) -> Tensor:
-        """σ(out) - y for allowed labels, 0 for others."""
-        return _mask(out.sigmoid() - y, allowed)
+    def residual(self, outputs: Tensor, y: Tensor, allowed: Tensor | None = None) -> Tensor:
+        """σ(outputs) - y for allowed labels, 0 for others."""
+        return _mask(outputs.sigmoid() - y, allowed)
 
-    def sample(self, out: Tensor, generator: torch.Generator, allowed: Tensor | None = None) -> Tensor:
+    def sample(self, outputs: Tensor, generator: torch.Generator, allowed: Tensor | None = None) -> Tensor:
         """Draw a row of zeros and ones for each example."""
-        return torch.bernoulli(out.sigmoid().cpu(), generator=generator).to(out.device)
+        return torch.bernoulli(outputs.sigmoid().cpu(), generator=generator).to(outputs.device)
 
-    def predicted(self, out: Tensor, allowed: Tensor | None = None) -> Tensor:
+    def predicted(self, outputs: Tensor, allowed: Tensor | None = None) -> Tensor:
         """1 for labels with p > 0.5, else 0."""
-        return (out > 0).to(out.dtype)
+        return (outputs > 0).to(outputs.dtype)
 
-    def factor(self, out: Tensor, allowed: Tensor | None = None) -> Iterator[Tensor]:
+    def factor(self, outputs: Tensor, allowed: Tensor | None = None) -> Iterator[Tensor]:
         """Yield a column per label: F_out = diag(p (1 - p))."""
-        std = _mask(_standard_deviation(out), allowed)
-        for k in range(out.shape[1]):
-            s = torch.zeros_like(out)
+        std = _mask(_standard_deviation(outputs), allowed)
+        for k in range(outputs.shape[1]):
+            s = torch.zeros_like(outputs)
             s[:, k] = std[:, k]
             yield s
 
-    def signs(self, out: Tensor, generator: torch.Generator, allowed: Tensor | None = None) -> Tensor:
+    def signs(self, outputs: Tensor, generator: torch.Generator, allowed: Tensor | None = None) -> Tensor:
         """Draw random signs times √(p (1 - p))."""
-        return _mask(_standard_deviation(out) * random_signs(out, generator), allowed)
+        return _mask(_standard_deviation(outputs) * random_signs(outputs, generator), allowed)
 
 
-def _standard_deviation(out: Tensor) -> Tensor:
-    """√(p (1 - p)) with p = σ(out), computed from logarithms for accuracy."""
-    return (F.logsigmoid(out) + F.logsigmoid(-out)).mul(0.5).exp()
+def _standard_deviation(outputs: Tensor) -> Tensor:
+    """√(p (1 - p)) with p = σ(outputs), computed from logarithms for accuracy."""
+    return (F.logsigmoid(outputs) + F.logsigmoid(-outputs)).mul(0.5).exp()
 
 
 def _mask(values: Tensor, allowed: Tensor | None) -> Tensor:

@@ -18,7 +18,7 @@ from everlearn.core.parameters import accumulate_dtype
 class Categorical(Likelihood):
     """One class of several: cross-entropy over the allowed classes.
 
-        p(y | out) = softmax(out)_y,  the softmax taken over the allowed classes only
+        p(y | outputs) = softmax(outputs)_y,  the softmax taken over the allowed classes only
 
     Also per token: outputs (examples, tokens, classes) with labels (examples, tokens). The label -100 is ignored.
 
@@ -29,11 +29,11 @@ class Categorical(Likelihood):
     tensor(2.)
     """
 
-    def logits(self, out: Tensor, allowed: Tensor | None) -> Tensor:
+    def logits(self, outputs: Tensor, allowed: Tensor | None) -> Tensor:
         """Set the outputs of classes that are not allowed to minus infinity."""
         if allowed is None:
-            return out
-        num_outputs = out.shape[-1]
+            return outputs
+        num_outputs = outputs.shape[-1]
         num_classes = allowed.shape[-1]
         if num_outputs < num_classes:
             raise ValueError(
@@ -45,21 +45,21 @@ class Categorical(Likelihood):
         # The model may have outputs that no task uses yet.
         if num_outputs > num_classes:
             allowed = F.pad(allowed, (0, num_outputs - num_classes))
-        return out.masked_fill(~_broadcast_over_tokens(allowed, out), float("-inf"))
+        return outputs.masked_fill(~_broadcast_over_tokens(allowed, outputs), float("-inf"))
 
-    def check_outputs(self, out: Tensor) -> None:
+    def check_outputs(self, outputs: Tensor) -> None:
         """Warn if the outputs are probabilities, because the likelihood applies a second softmax to them.
 
         Loss and Fisher information would be those of a nearly uniform distribution. Outputs of ``LogSoftmax`` are
         fine: a second softmax does not change them.
         """
-        if out.shape[-1] < 2 or not out.numel() or not out.is_floating_point():
+        if outputs.shape[-1] < 2 or not outputs.numel() or not outputs.is_floating_point():
             return
 
-        dtype = accumulate_dtype(out)
-        tolerance = 1e-4 if out.dtype == dtype else 1e-2
-        out = out.detach().to(dtype)
-        if (out >= 0).all() and ((out.sum(-1) - 1).abs() < tolerance).all():
+        dtype = accumulate_dtype(outputs)
+        tolerance = 1e-4 if outputs.dtype == dtype else 1e-2
+        outputs = outputs.detach().to(dtype)
+        if (outputs >= 0).all() and ((outputs.sum(-1) - 1).abs() < tolerance).all():
             # A constant stacklevel: Python shows the warning once, whether the loss or the Fisher information raises it.
             warnings.warn(
                 "The model's outputs are probabilities (no row has a negative one and all sum to 1), and Categorical() "
@@ -69,11 +69,11 @@ class Categorical(Likelihood):
                 stacklevel=1,
             )
 
-    def loss(self, out: Tensor, y: Tensor, allowed: Tensor | None = None) -> Tensor:
+    def loss(self, outputs: Tensor, y: Tensor, allowed: Tensor | None = None) -> Tensor:
         """Cross-entropy, averaged over examples (and tokens)."""
-        logits = self.logits(out, allowed)
-        if y.shape != out.shape[:-1]:
-            raise ValueError(_shape_message(out, y))
+        logits = self.logits(outputs, allowed)
+        if y.shape != outputs.shape[:-1]:
+            raise ValueError(_shape_message(outputs, y))
         if y.dtype != torch.long:
             y = self.labels(y)
 
@@ -82,13 +82,13 @@ class Categorical(Likelihood):
         try:
             return F.cross_entropy(logits, y.flatten())
         except IndexError:
-            raise ValueError(_range_message(out, y)) from None
+            raise ValueError(_range_message(outputs, y)) from None
 
-    def score(self, out: Tensor, y: Tensor, allowed: Tensor | None = None) -> Tensor:
+    def score(self, outputs: Tensor, y: Tensor, allowed: Tensor | None = None) -> Tensor:
         """1 if the most likely allowed class is the label, else 0; for tokens the fraction of correct ones."""
-        if y.shape != out.shape[:-1]:
-            raise ValueError(_shape_message(out, y))
-        is_correct = self.logits(out, allowed).argmax(-1) == y
+        if y.shape != outputs.shape[:-1]:
+            raise ValueError(_shape_message(outputs, y))
+        is_correct = self.logits(outputs, allowed).argmax(-1) == y
         if y.dim() == 1:
             return is_correct.float()
 
@@ -101,10 +101,10 @@ class Categorical(Likelihood):
         """Number of labels, of examples or tokens, that are not ignored."""
         return int((y != IGNORED_LABEL).sum())
 
-    def label_count(self, out: Tensor, y: Tensor | None = None) -> int:
+    def label_count(self, outputs: Tensor, y: Tensor | None = None) -> int:
         """Number of labels that are not ignored; without labels, one for every row of outputs."""
         if y is None:
-            return out[..., 0].numel()
+            return outputs[..., 0].numel()
         return self.weight(y)
 
     def labels(self, y: Tensor) -> Tensor:
@@ -120,32 +120,32 @@ class Categorical(Likelihood):
         """Highest class index plus one."""
         return int(y.max()) + 1
 
-    def check(self, out: Tensor, y: Tensor) -> None:
+    def check(self, outputs: Tensor, y: Tensor) -> None:
         """Raise ValueError if labels do not match the outputs in shape or range."""
-        if y.shape != out.shape[:-1]:
-            raise ValueError(_shape_message(out, y))
-        if y.numel() and (((y < 0) & (y != IGNORED_LABEL)).any() or y.max() >= out.shape[-1]):
-            raise ValueError(_range_message(out, y))
+        if y.shape != outputs.shape[:-1]:
+            raise ValueError(_shape_message(outputs, y))
+        if y.numel() and (((y < 0) & (y != IGNORED_LABEL)).any() or y.max() >= outputs.shape[-1]):
+            raise ValueError(_range_message(outputs, y))
 
-    def residual(self, out: Tensor, y: Tensor, allowed: Tensor | None = None) -> Tensor:
+    def residual(self, outputs: Tensor, y: Tensor, allowed: Tensor | None = None) -> Tensor:
         """R = p - e_y; zero for ignored labels (-100)."""
-        self.check(out, y)
-        p = self.logits(out, allowed).softmax(-1)
+        self.check(outputs, y)
+        p = self.logits(outputs, allowed).softmax(-1)
         r = p.scatter_add(-1, y.clamp(min=0)[..., None], -torch.ones_like(p[..., :1]))
         return r * (y != IGNORED_LABEL)[..., None]
 
-    def sample(self, out: Tensor, generator: torch.Generator, allowed: Tensor | None = None) -> Tensor:
+    def sample(self, outputs: Tensor, generator: torch.Generator, allowed: Tensor | None = None) -> Tensor:
         """Draw a class each: the first whose cumulative probability reaches a uniform number from (0, 1]."""
-        dtype = accumulate_dtype(out)
-        cumulative = self.logits(out, allowed).softmax(-1, dtype=dtype).cumsum(-1)
-        threshold = 1 - torch.rand(*out.shape[:-1], 1, generator=generator, dtype=dtype)
-        return (cumulative < threshold.to(out.device) * cumulative[..., -1:]).sum(-1)
+        dtype = accumulate_dtype(outputs)
+        cumulative = self.logits(outputs, allowed).softmax(-1, dtype=dtype).cumsum(-1)
+        threshold = 1 - torch.rand(*outputs.shape[:-1], 1, generator=generator, dtype=dtype)
+        return (cumulative < threshold.to(outputs.device) * cumulative[..., -1:]).sum(-1)
 
-    def predicted(self, out: Tensor, allowed: Tensor | None = None) -> Tensor:
+    def predicted(self, outputs: Tensor, allowed: Tensor | None = None) -> Tensor:
         """Allowed class with the highest output."""
-        return self.logits(out, allowed).argmax(-1)
+        return self.logits(outputs, allowed).argmax(-1)
 
-    def factor(self, out: Tensor, allowed: Tensor | None = None) -> Iterator[Tensor]:
+    def factor(self, outputs: Tensor, allowed: Tensor | None = None) -> Iterator[Tensor]:
         """Yield C - 1 columns, with C the number of classes allowed for any example; for each token, if there are.
 
         F_out = diag(p) - p pᵀ. With r = √p, j = argmax p and a = r_j / (1 + r_j), for every class k but j:
@@ -155,11 +155,11 @@ class Categorical(Likelihood):
         This is the C-column factor r_c (e_c - p) after the Householder reflection that maps its null vector r to e_j.
         No nearly equal numbers are subtracted, so it is accurate for very confident predictions.
         """
-        used_classes = torch.arange(out.shape[-1], device=out.device)
+        used_classes = torch.arange(outputs.shape[-1], device=outputs.device)
         if allowed is not None:
             used_classes = used_classes[: allowed.shape[-1]][allowed.any(0)]
 
-        logits = self.logits(out, allowed)[..., used_classes]
+        logits = self.logits(outputs, allowed)[..., used_classes]
         r = (0.5 * logits.log_softmax(-1)).exp()
         j = r.argmax(-1, keepdim=True)
         r_j = r.gather(-1, j)
@@ -171,15 +171,15 @@ class Categorical(Likelihood):
             # The i-th class other than j.
             k = i + (i >= j).long()
             s_k = shared.scatter_add(-1, k, torch.ones_like(a)) * r.gather(-1, k)
-            column = out.new_zeros(out.shape).index_copy(-1, used_classes, s_k)
-            if out.dim() == 2:
+            column = outputs.new_zeros(outputs.shape).index_copy(-1, used_classes, s_k)
+            if outputs.dim() == 2:
                 yield column
             else:
                 yield from _split_tokens(column)
 
-    def signs(self, out: Tensor, generator: torch.Generator, allowed: Tensor | None = None) -> Tensor:
+    def signs(self, outputs: Tensor, generator: torch.Generator, allowed: Tensor | None = None) -> Tensor:
         """Draw s = r∘e - p (r·e), with r = √p and e random signs."""
-        p = self.logits(out, allowed).softmax(-1)
+        p = self.logits(outputs, allowed).softmax(-1)
         signed_r = p.sqrt() * random_signs(p, generator)
         return signed_r - p * signed_r.sum(-1, keepdim=True)
 
@@ -199,20 +199,20 @@ def _split_tokens(s: Tensor) -> Iterator[Tensor]:
         yield token_only.view_as(s)
 
 
-def _shape_message(out: Tensor, y: Tensor) -> str:
+def _shape_message(outputs: Tensor, y: Tensor) -> str:
     """Explain that the shapes of outputs and labels do not match."""
     hint = "give one class number per row of outputs"
-    if y.shape == (*out.shape[:-1], 1):
+    if y.shape == (*outputs.shape[:-1], 1):
         hint = "use y.squeeze(1)"
-    return f"The model gives outputs of shape {tuple(out.shape)} for labels of shape {tuple(y.shape)}: {hint}."
+    return f"The model gives outputs of shape {tuple(outputs.shape)} for labels of shape {tuple(y.shape)}: {hint}."
 
 
-def _range_message(out: Tensor, y: Tensor) -> str:
+def _range_message(outputs: Tensor, y: Tensor) -> str:
     """Explain that labels are not between 0 and the number of outputs."""
     counted = y[y != IGNORED_LABEL]
     low = int(counted.min())
     high = int(counted.max())
-    num_outputs = out.shape[-1]
+    num_outputs = outputs.shape[-1]
 
     if high < num_outputs:
         quantity = f"{num_outputs} outputs"
@@ -223,9 +223,9 @@ def _range_message(out: Tensor, y: Tensor) -> str:
     return f"Labels run from {low} to {high} but the model has {quantity} (classes 0 to {num_outputs - 1}): {hint}."
 
 
-def _broadcast_over_tokens(allowed: Tensor, out: Tensor) -> Tensor:
+def _broadcast_over_tokens(allowed: Tensor, outputs: Tensor) -> Tensor:
     """Reshape a mask (examples × classes) so that it broadcasts to outputs per token."""
-    if out.dim() == 2:
+    if outputs.dim() == 2:
         return allowed
-    token_dims = [1] * (out.dim() - 2)
+    token_dims = [1] * (outputs.dim() - 2)
     return allowed.reshape(len(allowed), *token_dims, -1)

@@ -16,7 +16,7 @@ from everlearn.core.likelihood.base import Likelihood, random_signs
 class Gaussian(Likelihood):
     """Real-valued targets with known noise: squared error divided by twice the noise variance.
 
-        -log p(y | out) = ‖y - out‖² / (2 variance) + constant
+        -log p(y | outputs) = ‖y - outputs‖² / (2 variance) + constant
 
     Args:
         variance: variance of the noise of each target.
@@ -36,21 +36,21 @@ class Gaussian(Likelihood):
         """Name of the score, which is at most 0."""
         return "minus squared error"
 
-    def loss(self, out: Tensor, y: Tensor, allowed: Tensor | None = None) -> Tensor:
+    def loss(self, outputs: Tensor, y: Tensor, allowed: Tensor | None = None) -> Tensor:
         """Squared error summed over outputs, divided by twice the variance, averaged over examples."""
-        return self._squared_errors(out, y).sum() / (2 * self.variance * len(out))
+        return self._squared_errors(outputs, y).sum() / (2 * self.variance * len(outputs))
 
-    def score(self, out: Tensor, y: Tensor, allowed: Tensor | None = None) -> Tensor:
+    def score(self, outputs: Tensor, y: Tensor, allowed: Tensor | None = None) -> Tensor:
         """Minus the squared error, averaged over outputs."""
-        return -self._squared_errors(out, y).flatten(1).mean(1)
+        return -self._squared_errors(outputs, y).flatten(1).mean(1)
 
-    def _squared_errors(self, out: Tensor, y: Tensor) -> Tensor:
+    def _squared_errors(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Squared error of each output."""
-        if out.shape != y.shape:
+        if outputs.shape != y.shape:
             raise ValueError(
-                f"The model gives outputs of shape {tuple(out.shape)} for targets of shape {tuple(y.shape)}."
+                f"The model gives outputs of shape {tuple(outputs.shape)} for targets of shape {tuple(y.shape)}."
             )
-        return (out - y) ** 2
+        return (outputs - y) ** 2
 
     def labels(self, y: Tensor) -> Tensor:
         """Convert targets to floating point, one row per example."""
@@ -64,26 +64,26 @@ class Gaussian(Likelihood):
         """Number of targets per example."""
         return y.shape[1]
 
-    def residual(self, out: Tensor, y: Tensor, allowed: Tensor | None = None) -> Tensor:
-        """(out - y) / variance."""
-        return (out - y) / self.variance
+    def residual(self, outputs: Tensor, y: Tensor, allowed: Tensor | None = None) -> Tensor:
+        """(outputs - y) / variance."""
+        return (outputs - y) / self.variance
 
-    def sample(self, out: Tensor, generator: torch.Generator, allowed: Tensor | None = None) -> Tensor:
-        """Draw targets from N(out, variance)."""
-        noise = torch.randn(out.shape, generator=generator, dtype=out.dtype).to(out.device)
-        return out + noise * math.sqrt(self.variance)
+    def sample(self, outputs: Tensor, generator: torch.Generator, allowed: Tensor | None = None) -> Tensor:
+        """Draw targets from N(outputs, variance)."""
+        noise = torch.randn(outputs.shape, generator=generator, dtype=outputs.dtype).to(outputs.device)
+        return outputs + noise * math.sqrt(self.variance)
 
-    def predicted(self, out: Tensor, allowed: Tensor | None = None) -> Tensor:
+    def predicted(self, outputs: Tensor, allowed: Tensor | None = None) -> Tensor:
         """Raise ValueError: the most likely target is the output, whose residual is zero."""
         raise ValueError("A Gaussian's most likely target is the output itself, with no gradient: use labels='exact'.")
 
-    def factor(self, out: Tensor, allowed: Tensor | None = None) -> Iterator[Tensor]:
+    def factor(self, outputs: Tensor, allowed: Tensor | None = None) -> Iterator[Tensor]:
         """Yield a column per output: F_out = I / variance."""
-        for k in range(out[0].numel()):
-            s = torch.zeros_like(out)
-            s.view(len(out), -1)[:, k] = 1 / math.sqrt(self.variance)
+        for k in range(outputs[0].numel()):
+            s = torch.zeros_like(outputs)
+            s.view(len(outputs), -1)[:, k] = 1 / math.sqrt(self.variance)
             yield s
 
-    def signs(self, out: Tensor, generator: torch.Generator, allowed: Tensor | None = None) -> Tensor:
+    def signs(self, outputs: Tensor, generator: torch.Generator, allowed: Tensor | None = None) -> Tensor:
         """Draw random signs divided by the standard deviation."""
-        return random_signs(out, generator) / math.sqrt(self.variance)
+        return random_signs(outputs, generator) / math.sqrt(self.variance)
