@@ -7,10 +7,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from everlearn.core.data_source import Inputs, row_count, unlisted
+from everlearn.core.forward import forward
 from everlearn.core.likelihood import Categorical, Likelihood
 
 Transform = Callable[[Inputs], Inputs]
@@ -32,6 +33,8 @@ class Batch:
         epoch: pass over the task's data that this batch belongs to, for progress bars and messages.
         raw: inputs before augmentation, if there is any.
         transform: the augmentation, for examples that are replayed.
+        outputs: the model's outputs for x, if a training loop has computed them already.
+        loop_loss: the training loop's own loss of these outputs, if it replaces that of the likelihood.
     """
 
     x: Inputs
@@ -42,6 +45,8 @@ class Batch:
     epoch: int = 0
     raw: Inputs | None = None
     transform: Transform | None = None
+    outputs: Tensor | None = field(default=None, repr=False)
+    loop_loss: Tensor | None = field(default=None, repr=False)
 
     # Cache of labeled_rows(): the labels, and the mask that was computed from them.
     _labeled: tuple[Tensor, Tensor | None] | None = field(default=None, repr=False, compare=False)
@@ -71,8 +76,16 @@ class Batch:
             return None
         return self.allowed[self.t]
 
+    def forward(self, model: nn.Module) -> Tensor:
+        """Outputs of the model for this batch; those of the training loop if it has computed them."""
+        if self.outputs is not None:
+            return self.outputs
+        return forward(model, self.x)
+
     def loss(self, outputs: Tensor) -> Tensor:
-        """Mean loss of the model's outputs for this batch."""
+        """Mean loss of the model's outputs for this batch; that of the training loop if it has its own."""
+        if self.loop_loss is not None and (self.outputs is None or outputs is self.outputs):
+            return self.loop_loss
         return self.likelihood.loss(outputs, self.labels(), self.allowed_rows)
 
     def score(self, outputs: Tensor) -> Tensor:
@@ -81,7 +94,7 @@ class Batch:
 
     def like(self, x: Inputs, y: Tensor | None, t: Tensor | None) -> Batch:
         """Create a batch of other examples under the same scenario mask, likelihood and transform."""
-        return replace(self, x=x, y=y, t=t, raw=None)
+        return replace(self, x=x, y=y, t=t, raw=None, outputs=None, loop_loss=None)
 
     def __add__(self, other: Batch) -> Batch:
         """Concatenate two batches; mask, likelihood and transform are those of the first."""
@@ -140,7 +153,13 @@ class Batch:
             return value
 
         return replace(
-            self, x=tree_map(select, self.x), y=select(self.y), t=select(self.t), raw=tree_map(select, self.raw)
+            self,
+            x=tree_map(select, self.x),
+            y=select(self.y),
+            t=select(self.t),
+            raw=tree_map(select, self.raw),
+            outputs=None,
+            loop_loss=None,
         )
 
     @property

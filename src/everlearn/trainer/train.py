@@ -155,7 +155,11 @@ class TaskTraining:
         if resumed is not None:
             load_model(model, resumed["model"])
             method.load_state_dict(resumed["method"])
-            method.resume(model, task)
+
+            # The second call restores hooks and caches; whatever else it changes is loaded again.
+            method.begin_task(model, task)
+            load_model(model, resumed["model"])
+            method.load_state_dict(resumed["method"])
 
         self._trainable_params = [p for p in [*model.parameters(), *method.parameters()] if p.requires_grad]
         if resumed is None or isinstance(optimizer, Optimizer):
@@ -234,7 +238,6 @@ class TaskTraining:
         if not math.isfinite(self.loss):
             raise FloatingPointError(explain_loss(self.loss, self.task, self.step + 1, batch, self.model))
 
-        self.method.pull(self.model)
         self.method.before_step(self.model)
         if self.training.clip is not None:
             nn.utils.clip_grad_norm_(self._optimized_params, self.training.clip)
@@ -251,7 +254,7 @@ class TaskTraining:
         accumulate = self.training.accumulate
         if accumulate == 1:
             with autocast:
-                loss = self.method.loss(self.model, batch, pulled=True)
+                loss = self.method.loss(self.model, batch)
             loss.backward()
             return loss.item()
 
@@ -265,7 +268,7 @@ class TaskTraining:
             fraction = micro_batch.weight / batch_weight
             if fraction:
                 with autocast:
-                    loss = self.method.loss(self.model, micro_batch, pulled=True) * fraction
+                    loss = self.method.loss(self.model, micro_batch) * fraction
                 loss.backward()
                 loss_sum += loss.item()
         return loss_sum
