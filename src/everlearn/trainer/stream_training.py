@@ -17,7 +17,12 @@ from everlearn.core.stream import Stream
 from everlearn.core.task import Split, Task
 from everlearn.results.result import Result
 from everlearn.runtime import distributed
-from everlearn.runtime.randomness import pack, restore, states, unpack
+from everlearn.runtime.randomness import (
+    get_random_states,
+    pack_random_states,
+    restore_random_states,
+    unpack_random_states,
+)
 from everlearn.trainer.checkpoints import Checkpoints, State
 from everlearn.trainer.cost import Clock, peak_memory, reset_peak_memory, state_bytes
 from everlearn.trainer.evaluate import evaluate_and_count
@@ -175,7 +180,7 @@ class StreamTraining:
             "model": model_state(self.model),
             "method": self.method.state_dict(),
             "optimizer": optimizer,
-            "random": pack(states(self._device)),
+            "random": pack_random_states(get_random_states(self._device)),
         }
 
     def _state_within_task(self, task_training: TaskTraining) -> State:
@@ -222,7 +227,7 @@ class StreamTraining:
             self._current_optimizer = rebuild_optimizer(
                 task_start["optimizer"], self.optimizer, self.model, self.method
             )
-        restore(unpack(task_start["random"], self._device))
+        restore_random_states(unpack_random_states(task_start["random"], self._device))
 
     @property
     def learned(self) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 from everlearn.results.report.rows import Run, runs
 from everlearn.results.result import Result
 from everlearn.runtime.escaping import plot_label
-from everlearn.runtime.optional_imports import needs
+from everlearn.runtime.optional_imports import import_optional
 
 MARKS = "os^DPvX*"
 LINES = ("-", "--", ":", "-.")
@@ -26,7 +26,7 @@ def png(results: Sequence[Result]) -> bytes:
     methods = list(dict.fromkeys(r["method"] for r in every))
     columns = max(1, min(len(methods), LETTERS // (6 + max(map(len, methods), default=0))))
     legend = 0.22 * -(-len(methods) // columns)  # inches
-    figure = needs("matplotlib.figure", "plot", "A picture").Figure(
+    figure = import_optional("matplotlib.figure", "plot", "A picture").Figure(
         figsize=(11, 4 * len(places) + legend), dpi=120, layout="constrained"
     )
     axes = figure.subplots(len(places), 2, squeeze=False)
