@@ -339,7 +339,7 @@ def test_what_moved_between_tasks_is_not_adopted(make, move, loaded, small_strea
         method.detach(model)
         method = again
     state = repr(method.state_dict())
-    with pytest.raises(ValueError, match=r"moved since task 1 ended, so that \w+ would answer differently"):
+    with pytest.raises(ValueError, match=r"moved since task 1 ended, so that the outputs of \w+ for earlier tasks would change"):
         method.begin_task(model, stream[2])
     assert repr(method.state_dict()) == state
     model.load_state_dict(start)
@@ -388,7 +388,7 @@ def test_what_a_task_in_parts_has_may_move_between_its_parts(kind, small_stream)
     parts = [Task(stream[1].train, id=1, part=n) for n in range(2)]
     learn(model, method, parts[:1])
     start = copy.deepcopy(model.state_dict())
-    used = method.protected(model, 1)["1.weight"]
+    used = method.protected_entries(model, 1)["1.weight"]
     with torch.no_grad():
         model[1].weight[~used] *= 2
     learn(model, method, parts[1:])

@@ -120,7 +120,7 @@ def test_embeddings_are_clamped():
     model, method, _ = begun()
     with torch.no_grad():
         method.parameters()[0].fill_(9.0)
-    method._examples = 8
+    method._first_step_examples = 8
     method.after_step(model)
     assert method.parameters()[0].max() == 6
 
@@ -459,7 +459,7 @@ def test_steps_that_move_nothing_are_no_fault_of_the_optimizer():
     for batch in task.batches(16):
         step(model, method, batch, optimizer)
         optimizer.param_groups[0]["lr"] = 0.1
-    assert method._learn
+    assert method._gates_moved
 
 
 def test_learning_in_evaluation_mode_is_told():

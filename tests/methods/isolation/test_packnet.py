@@ -153,7 +153,7 @@ def test_mixed_and_unknown_tasks(small_stream):
         torch.testing.assert_close(mixed[t == k], method.predict_as(model, x[t == k], k), rtol=1e-4, atol=1e-6)
     guessed = method.predict(model, x)
     said = torch.stack([method.predict_as(model, x, k) for k in range(3)])
-    own = torch.stack(method.rows)
+    own = torch.stack(method.allowed_outputs)
     sure = said.masked_fill(~own[:, None], -torch.inf).softmax(-1).amax(-1).argmax(0)
     for i, k in enumerate(sure.tolist()):
         assert torch.equal(guessed[i][own[k]], said[k, i][own[k]]) and guessed[i][~own[k]].isneginf().all()
@@ -279,8 +279,8 @@ def test_scales_tables_and_places_are_not_weights():
         "attention.in_proj_weight",
         "attention.out_proj.weight",
     }
-    assert "words.weight" in method.own[0], "an output layer that is also the table of words is each task's own"
-    assert not torch.equal(method.own[0]["words.weight"], method.own[1]["words.weight"])
+    assert "words.weight" in method.task_params[0], "an output layer that is also the table of words is each task's own"
+    assert not torch.equal(method.task_params[0]["words.weight"], method.task_params[1]["words.weight"])
 
 
 def test_a_layer_that_thaws_stays_locked_and_says_so_once(small_stream):

@@ -81,12 +81,12 @@ def test_columns_follow_the_formula(laterals, learned):
 
     def told(link, before):
         if laterals == "linear":
-            return sum(h @ link[f"up.{j}.weight"].T for j, h in enumerate(before))
+            return sum(h @ link[f"U.{j}.weight"].T for j, h in enumerate(before))
         scaled = torch.cat([a * h for a, h in zip(link["alpha"], before, strict=True)], 1)
-        return (scaled @ link["down.weight"].T).relu() @ link["up.0.weight"].T
+        return (scaled @ link["V.weight"].T).relu() @ link["U.0.weight"].T
 
     seen = []
-    for k, (w, links) in enumerate(zip(method.own, method.links, strict=True)):
+    for k, (w, links) in enumerate(zip(method.task_params, method.lateral_params, strict=True)):
         h = (x.flatten(1) @ w["1.weight"].T + w["1.bias"]).relu()
         given = {"3": h}
         for name in ("3", "5"):
@@ -97,7 +97,7 @@ def test_columns_follow_the_formula(laterals, learned):
         seen.append(given)
         torch.testing.assert_close(method.predict_as(model, x, k), out)
     torch.testing.assert_close(model(x), out)
-    assert set(method.links[2]) == {"3", "5"}, "the first layer takes no laterals"
+    assert set(method.lateral_params[2]) == {"3", "5"}, "the first layer takes no laterals"
 
 
 @pytest.mark.parametrize("net", ["mlp", "cnn"])
@@ -105,7 +105,7 @@ def test_without_scale_a_column_is_a_plain_model(net, learned):
     model, method, stream = learned(1, net)
     method.begin_task(model, stream[1])
     with torch.no_grad():
-        for link in method._live.values():
+        for link in method._current_laterals.values():
             link.alpha.zero_()
     alone = copy.deepcopy(model)
     PNN().detach(alone)
@@ -124,7 +124,7 @@ def test_every_new_parameter_learns_and_no_old_one(net, laterals, learned):
     assert method.parameters()
     assert all(p.grad.any() for p in method.parameters())
     every = {id(p) for p in [*model.parameters(), *method.parameters()]}
-    old = list(method._tower.parameters())
+    old = list(method._stack.parameters())
     assert old and not any(p.requires_grad or p.grad is not None or id(p) in every for p in old)
 
 
@@ -149,15 +149,15 @@ def test_earlier_columns_are_in_evaluation_mode_whatever_the_loop_says(small_str
     everlearn.train(model, method, stream[0], batch_size=32)
     method.begin_task(model, stream[1])
     model.train()
-    x, before = next(stream[1].examples(20)).x, copy.deepcopy(method._tower.state_dict())
-    seen = [method._tower.run(1, x)[1][0] for _ in range(2)]
+    x, before = next(stream[1].examples(20)).x, copy.deepcopy(method._stack.state_dict())
+    seen = [method._stack.run(1, x)[1][0] for _ in range(2)]
     random = torch.get_rng_state()
-    method._tower.run(1, x)
+    method._stack.run(1, x)
     assert torch.equal(random, torch.get_rng_state())
     model(x)
     assert all(torch.equal(a, b) for n in seen[0] for a, b in zip(seen[0][n], seen[1][n], strict=True))
-    assert all(torch.equal(v, before[n]) for n, v in method._tower.state_dict().items())
-    assert not any(m.training for m in method._tower.columns.modules())
+    assert all(torch.equal(v, before[n]) for n, v in method._stack.state_dict().items())
+    assert not any(m.training for m in method._stack.columns.modules())
 
 
 def test_a_new_column_starts_anew_in_place(small_stream, learned):
@@ -194,7 +194,7 @@ def test_frozen_parameters_stay(small_stream):
     everlearn.train(model, method, stream[0])
     method.begin_task(model, stream[1])
     assert all(torch.equal(v, kept[n]) for n, v in model[0].state_dict().items())
-    assert not torch.equal(model[1][0].weight, method.own[0]["1.0.weight"])
+    assert not torch.equal(model[1][0].weight, method.task_params[0]["1.0.weight"])
 
 
 def test_a_factory_makes_columns(small_stream):
@@ -248,7 +248,7 @@ def test_a_half_learned_task_goes_on(learned):
     assert torch.equal(model(x), other(x)) and torch.equal(
         method.predict_as(model, x, 1), again.predict_as(other, x, 1)
     )
-    assert torch.equal(method.predict_as(model, x, 1), model(x)) and len(method.own) == 2
+    assert torch.equal(method.predict_as(model, x, 1), model(x)) and len(method.task_params) == 2
 
 
 def test_a_task_in_parts_has_one_column(small_stream):
@@ -264,7 +264,7 @@ def test_a_task_in_parts_has_one_column(small_stream):
         assert {id(p) for group in optimizer.param_groups for p in group["params"]} == {
             id(p) for p in [*model.parameters(), *method.parameters()]
         }
-    assert len(method.own) == len(method.links) == 3 < len(stream)
+    assert len(method.task_params) == len(method.lateral_params) == 3 < len(stream)
     assert everlearn.run(lambda: nets.mlp(64, 6, hidden=(32,)), PNN(), stream, batch_size=10).forgetting == 0.0
 
 
@@ -317,11 +317,11 @@ def test_layers_that_are_called_often_or_never():
     for _ in range(3):
         everlearn.train(model, method, data, epochs=2, batch_size=10)
     assert method.layers == ["again", "head"], "an embedding is a first layer, and what is not called needs no laterals"
-    column, link = method.own[1], method.links[1]
-    seen, h = method._columns(model, 1).run(1, data[0])[1][0], column["words.weight"][data[0]].mean(1)
+    column, link = method.task_params[1], method.lateral_params[1]
+    seen, h = method._load_columns(model, 1).run(1, data[0])[1][0], column["words.weight"][data[0]].mean(1)
     for name, told in [*(("again", told) for told in seen["again"]), ("head", seen["head"][0])]:  # call by call
         out = h @ column[f"{name}.weight"].T + column[f"{name}.bias"]
-        down, up, alpha = (link[name][part] for part in ("down.weight", "up.0.weight", "alpha"))
+        down, up, alpha = (link[name][part] for part in ("V.weight", "U.0.weight", "alpha"))
         out = out + ((alpha * told) @ down.T).relu() @ up.T
         h = out.tanh()
     torch.testing.assert_close(method.predict_as(model, data[0], 1), out)
