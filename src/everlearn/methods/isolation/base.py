@@ -65,11 +65,13 @@ class Isolation(Method):
         if is_new:
             if task_id in self.tasks:
                 raise ValueError(f"Task {task_id} was learned before, and its sub-network is closed: give it a new id.")
-            next_id = max(self.tasks, default=-1) + 1
-            self.tasks.append(next_id if task_id is None else task_id)
+            if task_id is None:
+                self.tasks.append(max(self.tasks, default=-1) + 1)
+            else:
+                self.tasks.append(task_id)
             self.allowed_outputs.append(None)
 
-        # Another part of a task may bring further outputs.
+        # A further part of a task may have more outputs.
         allowed = getattr(task, "allowed", None)
         if allowed is None or task_id is None:
             self.allowed_outputs[-1] = None
@@ -194,8 +196,10 @@ class Isolation(Method):
         """
         x = unlisted(x)
         if task is None:
+            if not self.tasks:
+                return super().predict(model, x)
             with evaluating(model):
-                return self._predict_unknown(model, x) if self.tasks else super().predict(model, x)
+                return self._predict_unknown(model, x)
 
         example_ids = torch.as_tensor(task)
         num_examples = row_count(x)
@@ -272,6 +276,7 @@ def select_task_params(model: nn.Module, output: str | None, rest: bool) -> Para
     inner = unwrap(model)
     selected = {id(p) for p in output_layer(model, output)[1].parameters()}
     if rest:
+        # Tied parameters are registered in several modules; one of them suffices.
         for module in inner.modules():
             selected |= {id(p) for leaf, p in module._parameters.items() if not _is_weight(module, leaf, p)}
 
@@ -302,6 +307,7 @@ def _is_weight(module: nn.Module, leaf: str, p: Tensor | None) -> bool:
     """Whether a parameter connects units: not a bias, norm, embedding, position, token or scale."""
     if p is None or isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         return False
+    # A bias, a norm or a token has one dimension, apart from dimensions of length 1.
     if sum(length > 1 for length in p.shape) < 2:
         return False
     return leaf.endswith("weight") or type(module).__module__.startswith("torch.nn")

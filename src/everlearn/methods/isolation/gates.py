@@ -99,6 +99,7 @@ class GatedUnits(Isolation):
         """Read B from the data, or else the number of examples, from which ``_advance_batch`` computes B."""
         if self.batches is not None:
             return
+        # The size of arrays and datasets is known, but not yet the batch size of the loop.
         if data.train is not None and not isinstance(data.train, Batches):
             self._task_examples = len(data.train)
             return
@@ -113,6 +114,7 @@ class GatedUnits(Isolation):
         """Go to the next batch, and with ``restart`` back to the first at the end of an epoch."""
         self.batch += 1
         if self.batches is None and self._task_examples is not None:
+            # A step may consist of several micro-batches, on several processes.
             step_examples = max(1, int(distributed.sum_across(self._first_step_examples)))
             self.batches = -(-self._task_examples // step_examples)
         if restart and self.batches is not None and self.batch >= self.batches:
@@ -171,14 +173,15 @@ class GatedUnits(Isolation):
         outcome = _test_links(inner, self._links, args, kwargs)
         if isinstance(outcome, Exception):
             warnings.warn(
-                f"HAT could not test whether the units it gates are separate ({str(outcome)[:100]}): if the model mixes "
-                "them or reads them elsewhere, later tasks change the outputs of earlier ones.",
+                f"HAT could not test whether the units it gates are separate ({str(outcome)[:100]}): if the model "
+                "mixes them or reads them elsewhere, later tasks change the outputs of earlier ones.",
                 UserWarning,
                 stacklevel=2,
             )
         else:
             self._links = self._select_valid(self._links, outcome)
             _require_links(inner, self._links)
+            # Embeddings of removed gates must not count in the penalty.
             producers = {link.producer for link in self._links}
             self.embedding = {n: e for n, e in self.embedding.items() if n in producers}
             self._lock(inner)
@@ -188,7 +191,9 @@ class GatedUnits(Isolation):
         """Drop links that failed the test; raise if the user named them or earlier tasks use them."""
         failed = [link for link, is_separate in zip(tested_links, are_separate, strict=True) if not is_separate]
         if failed and (self.groups is not None or self.masks):
-            prefix = "" if self.groups is None else "groups: "
+            prefix = ""
+            if self.groups is not None:
+                prefix = "groups: "
             raise ValueError(
                 f"{prefix}the units of {failed[0].producer!r} do not go to {failed[0].consumer!r} alone, or are mixed "
                 "on their way."
@@ -258,7 +263,9 @@ class LinkTest:
 
     def __init__(self, method: GatedUnits, compiled: bool) -> None:
         self.method = method
-        self.run = torch.compiler.disable(method.test_links) if compiled else method.test_links
+        self.run = method.test_links
+        if compiled:
+            self.run = torch.compiler.disable(method.test_links)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Test once, in training mode."""

@@ -51,8 +51,8 @@ class HAT(GatedUnits):
 
     traits = Traits(
         family="isolation",
-        pro="forgets nothing, and learns how much of the network a task needs",
-        con="needs enough steps for its gates to settle; what has no gate is locked after the first task",
+        pro="forgets nothing, learns how much each task needs",
+        con="needs many steps; layers without gates freeze after one task",
         step=1.2,
         copies=(0.0, 0.01),
         needs_task=True,
@@ -135,6 +135,7 @@ class HAT(GatedUnits):
         if not (self.is_open and self.strength and self.embedding and self._num_free):
             return 0.0
         a = (self._scale() * torch.cat(list(self.embedding.values()))).sigmoid()
+        # In the first task u = 0, and the cost is the sum of all gates.
         cost = a.sum() if self._free is None else a.dot(self._free)
         return cost * (self.strength / self._num_free)
 
@@ -150,6 +151,7 @@ class HAT(GatedUnits):
                 slope_ratio = ((s * e).clamp(-50, 50).cosh() + 1) / (e.cosh() + 1)
                 e.grad.mul_(self.smax / s * slope_ratio)
 
+        # Soft gates lock weights in part: their gradients are scaled by 1 - min(uᵢ, uⱼ).
         self._locks.mask_gradients(model)
         if self._gradient_factors:
             for name, p in all_parameters(model).items():

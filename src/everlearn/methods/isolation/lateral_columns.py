@@ -35,7 +35,10 @@ class Lateral(nn.Module):
         width = num_inputs(layer)
         conv = _convolution_type(layer)
         self.adapter = adapter
-        self.axis = -1 if conv is None else -1 - len(layer.kernel_size)
+        # Channels come before the spatial dimensions of a convolution.
+        self.axis = -1
+        if conv is not None:
+            self.axis = -1 - len(layer.kernel_size)
 
         # α and V bring the inputs of all columns to the width of the layer's input; U has the shape of the layer.
         if adapter:
@@ -161,7 +164,10 @@ class ColumnStack(nn.Module):
         if not k:
             return laterals
         candidates = find_layers(net)
-        for name in self.layers if stored is None else stored:
+        names = list(self.layers)
+        if stored is not None:
+            names = list(stored)
+        for name in names:
             if name not in candidates:
                 continue
             widths = [num_inputs(column.get_submodule(name)) for column in islice(self.columns, k)]

@@ -45,7 +45,7 @@ class PackNet(WeightOwners):
     traits = Traits(
         family="isolation",
         pro="forgets nothing, in one network of constant size",
-        con="every task takes weights, and some day none are left",
+        con="every task uses up weights, until none are left",
         step=1.0,
         copies=(0.25, 0.01),
         needs_task=True,
@@ -80,6 +80,7 @@ class PackNet(WeightOwners):
             for owner in self.owner.values():
                 owner[owner == 0] = len(self.tasks)
 
+        # The retraining phase is the last share of the planned steps.
         planned_steps = getattr(task, "steps", None)
         self._pruning_step = None
         if planned_steps is not None:
@@ -127,6 +128,7 @@ class PackNet(WeightOwners):
                 continue
             is_freed = (owner == k) & (p.abs() <= magnitudes.kthvalue(count).values)
             if name in normalized_weights:
+                # A slice of zeros would have no direction.
                 is_zero = is_freed | (owner == 0)
                 is_freed &= ~largest_of_zero_slices(p, is_zero, dim=normalized_weights[name])
             p[is_freed] = 0

@@ -132,6 +132,7 @@ class PNN(Isolation):
         laterals = self._load_current_laterals(model) if self.tasks else None
         if laterals is None or is_connected(inner, laterals):
             return super().predict_current(model, x)
+        # Another method may have its hooks on the model.
         with temporarily_unhooked(inner):
             self._connect(model)
             return super().predict_current(model, x)
@@ -191,7 +192,10 @@ class PNN(Isolation):
         k = len(self.tasks) - 1
         if k and self._current_laterals is None and self.laterals != "none":
             stack = self._load_columns(model, k)
-            stored = self.lateral_params[k] if k < len(self.lateral_params) else None
+            # After loading a mid-task checkpoint, the laterals of the open task are stored too.
+            stored = None
+            if k < len(self.lateral_params):
+                stored = self.lateral_params[k]
             with seeded(derive(self.seed, "laterals", k)):
                 is_adapter = self.laterals == "adapter"
                 self._current_laterals = stack.create_laterals(unwrap(model), k, is_adapter, stored)
@@ -231,7 +235,9 @@ class PNN(Isolation):
             return
         num_parts = sum(any(True for _ in module.parameters(recurse=False)) for module in inner.modules())
         if not find_layers(inner) or num_parts < 2 or (self.tasks and not self.layers):
-            condition = " that is called in the first task, through model(x) and with gradients" if self.tasks else ""
+            condition = ""
+            if self.tasks:
+                condition = " that is called in the first task, through model(x) and with gradients"
             raise ValueError(
                 f"PNN finds no layer of {type(inner).__name__} for laterals to lead into: it needs an nn.Linear or "
                 f"nn.Conv behind the first layer{condition}."

@@ -60,7 +60,9 @@ class WeightOwners(Isolation):
     def _register_weights(self, model: nn.Module, task: Any, output: str | None) -> None:
         """Add trainable weights as free ones; weights that were frozen in an earlier task belong to it."""
         num_ended = self._count_ended(task)
-        earlier_names = set(self.checksums[num_ended - 1]) if num_ended else set()
+        earlier_names: set[str] = set()
+        if num_ended:
+            earlier_names = set(self.checksums[num_ended - 1])
         task_params = select_task_params(model, output, rest=True)
         unfrozen = []
         for name, p in all_parameters(model).items():
@@ -123,6 +125,7 @@ def largest_of_zero_slices(weight: Tensor, is_zero: Tensor, dim: int) -> Tensor:
         magnitudes = weight.detach().abs().movedim(dim, 0)
         is_zero = is_zero.movedim(dim, 0)
 
+    # Slices are rows from here on.
     is_zero_slice = is_zero.flatten(1).all(1, keepdim=True)
     largest_index = magnitudes.flatten(1).argmax(1, keepdim=True)
     is_largest = torch.zeros_like(is_zero.flatten(1)).scatter_(1, largest_index, True)
