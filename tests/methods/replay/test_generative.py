@@ -31,7 +31,7 @@ def test_minus_elbo_against_torch_distributions():
     vae = VAE((4,), hidden=8, latent=3)
     x = torch.rand(5, 4).round()
     noise = torch.randn(5, 3)
-    mean, log_variance = vae.code(vae.encoder(x)).chunk(2, 1)
+    mean, log_variance = vae.posterior(vae.encoder(x)).chunk(2, 1)
     q = torch.distributions.Normal(mean, (log_variance / 2).exp())
     z = mean + (log_variance / 2).exp() * noise
     p = torch.distributions.Bernoulli(logits=vae.decoder(z))
