@@ -1,4 +1,4 @@
-"""Two processes with half of every batch each learn what one process learns with the whole."""
+"""Two processes with half of every batch each learn the same as one process with the joint batch."""
 
 import os
 import signal
@@ -32,7 +32,7 @@ from everlearn import (
     nets,
     streams,
 )
-from everlearn.methods.replay.base import gradient_on
+from everlearn.methods.replay.reference_gradients import reference_gradient
 from everlearn.runtime import distributed
 from everlearn.trainer import CheckpointEvery
 from everlearn.trainer.train import TaskTraining
@@ -44,7 +44,7 @@ METHODS = {
     "mas": lambda: MAS(0.5),
     "si": lambda: SI(1.0),
     "lwf": LwF,
-    # All presentations, 640 in two epochs, are kept and seen again, so that a draw is no matter of luck.
+    # All 640 examples of two epochs are stored and replayed, so that the result does not depend on a random draw.
     "er": lambda: ER(800, 800),
     "der": lambda: DER(800, 800),
     "er-ace": lambda: ERACE(800, 800),
@@ -58,32 +58,37 @@ METHODS = {
 @pytest.fixture
 def data(double):
     (x, y), _ = streams.digits_data()
-    x, some = x.double(), torch.cat([(y < 5).nonzero()[:160], (y > 4).nonzero()[:160]]).flatten()
-    return (x[some], y[some]), (x[-101:], y[-101:])
+    x = x.double()
+    rows = torch.cat([(y < 5).nonzero()[:160], (y > 4).nonzero()[:160]]).flatten()
+    return (x[rows], y[rows]), (x[-101:], y[-101:])
 
 
 def learn(make, data, size, net=None, scenario="task", **settings):
-    """The weights, and the accuracies."""
-    made = []
+    """Train on a stream, and return the weights and the accuracies."""
+    models = []
 
     def model(inputs, outputs):
-        made.append((net or (lambda i, o: nets.mlp(i, o, hidden=(20,))))(inputs, outputs))
-        return made[-1]
+        if net is None:
+            models.append(nets.mlp(inputs, outputs, hidden=(20,)))
+        else:
+            models.append(net(inputs, outputs))
+        return models[-1]
 
     stream = streams.split(*data, tasks=2, scenario=scenario, class_order=range(10))
     settings = {"epochs": 2, "progress": False, **settings}
     result = everlearn.run(model, make(), stream, batch_size=size, **settings)
-    return {n: v.clone() for n, v in made[-1].state_dict().items()}, result.accuracy, result.initial_accuracy
+    return {n: v.clone() for n, v in models[-1].state_dict().items()}, result.accuracy, result.initial_accuracy
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_two_processes_learn_what_one_does_with_the_doubled_batch(name, two, data):
+def test_two_processes_learn_the_same_as_one_with_the_doubled_batch(name, two, data):
     weights, accuracy, initial = learn(METHODS[name], data, 32)
-    for other, again, first in two(lambda: learn(METHODS[name], data, 16)):
+    results = two(lambda: learn(METHODS[name], data, 16))
+    for process_weights, process_accuracy, process_initial in results:
         for n in weights:
-            torch.testing.assert_close(other[n], weights[n], rtol=1e-6, atol=1e-6)
-        assert np.allclose(again, accuracy)
-        assert np.allclose(first, initial)
+            torch.testing.assert_close(process_weights[n], weights[n], rtol=1e-6, atol=1e-6)
+        assert np.allclose(process_accuracy, accuracy)
+        assert np.allclose(process_initial, initial)
 
 
 @pytest.mark.parametrize(
@@ -93,36 +98,36 @@ def test_the_last_batch_may_be_smaller(name, two, data):
     (x, y), test = data
     uneven = (x[:-26], y[:-26]), test
     weights, *_ = learn(METHODS[name], uneven, 32)
-    for other, *_ in two(lambda: learn(METHODS[name], uneven, 16)):
+    for process_weights, *_ in two(lambda: learn(METHODS[name], uneven, 16)):
         for n in weights:
-            torch.testing.assert_close(other[n], weights[n], rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(process_weights[n], weights[n], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(
     "settings", [{"accumulate": 2, "clip": 0.1}, {"keep_optimizer": True, "scenario": "class"}], ids=str
 )
-def test_with_other_settings_too(settings, two, data):
+def test_other_training_settings(settings, two, data):
     weights, *_ = learn(lambda: EWC(50.0), data, 32, **settings)
-    for other, *_ in two(lambda: learn(lambda: EWC(50.0), data, 16, **settings)):
+    for process_weights, *_ in two(lambda: learn(lambda: EWC(50.0), data, 16, **settings)):
         for n in weights:
-            torch.testing.assert_close(other[n], weights[n], rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(process_weights[n], weights[n], rtol=1e-6, atol=1e-6)
 
 
-def test_both_are_the_same_bit_for_bit_also_with_statistics_and_their_own_draws(two, data):
+def test_both_processes_have_identical_weights_with_batchnorm_and_separate_draws(two, data):
     def net(inputs, outputs):
         return nets.cnn(inputs, outputs, channels=(4, 8))
 
-    (one, *_), (other, *_) = two(lambda: learn(lambda: ER(50) + EWC(10.0), data, 16, net))
-    assert all(torch.equal(one[n], other[n]) for n in one)
+    (first, *_), (second, *_) = two(lambda: learn(lambda: ER(50) + EWC(10.0), data, 16, net))
+    assert all(torch.equal(first[n], second[n]) for n in first)
 
 
 @pytest.mark.parametrize("make", [lambda: ExpandNet(threshold=1.0), lambda: ExpandableRepresentation(40)])
-def test_networks_grow_alike(make, two, data):
-    (one, *_), (other, *_) = two(lambda: learn(make, data, 16, scenario="class"))
-    assert all(torch.equal(one[n], other[n]) for n in one)
+def test_networks_grow_equally_in_both_processes(make, two, data):
+    (first, *_), (second, *_) = two(lambda: learn(make, data, 16, scenario="class"))
+    assert all(torch.equal(first[n], second[n]) for n in first)
 
 
-def test_a_finished_run_is_read_by_all(two, data, tmp_path):
+def test_a_finished_run_is_loaded_by_all_processes(two, data, tmp_path):
     def twice():
         return [learn(lambda: ER(50), data, 16, out=tmp_path / "out")[1] for _ in range(2)]
 
@@ -131,8 +136,8 @@ def test_a_finished_run_is_read_by_all(two, data, tmp_path):
     assert len(list((tmp_path / "out").iterdir())) == 1
 
 
-def test_reference_gradients_are_those_of_all_labels_that_count(two, double):
-    """One process may have many labels that are ignored, or nothing else."""
+def test_reference_gradients_use_the_labels_of_all_processes(two, double):
+    """One process may have many ignored labels, or only ignored labels."""
     x, y = torch.randn(8, 3), torch.arange(8) % 2
     model = torch.nn.Linear(3, 2)
     for ignored in (slice(4, 7), slice(4, 8)):
@@ -140,27 +145,28 @@ def test_reference_gradients_are_those_of_all_labels_that_count(two, double):
         labels[ignored] = -100
 
         def reference(labels=labels):
-            part = slice(4 * distributed.rank(), 8 if distributed.world_size() == 1 else 4 * distributed.rank() + 4)
-            return gradient_on(model, list(model.parameters()), Batch(x[part], labels[part]))
+            start = 4 * distributed.rank()
+            part = slice(start, 8 if distributed.world_size() == 1 else start + 4)
+            return reference_gradient(model, list(model.parameters()), Batch(x[part], labels[part]))
 
         for gradient in two(reference):
             torch.testing.assert_close(gradient, reference())
 
 
-def test_a_process_without_labels_adds_nothing_though_its_loss_is_no_number(two):
+def test_a_process_without_labels_is_ignored_even_if_its_loss_is_nan(two):
     def averaged():
         p = torch.nn.Parameter(torch.zeros(2))
-        last = distributed.rank() == 1
-        p.grad = torch.full((2,), torch.nan if last else 3.0)
-        loss = distributed.average_gradients([p], 0.0 if last else 5.0, torch.nan if last else 2.0)
+        has_labels = distributed.rank() == 0
+        p.grad = torch.full((2,), 3.0 if has_labels else torch.nan)
+        loss = distributed.average_gradients([p], 5.0 if has_labels else 0.0, 2.0 if has_labels else torch.nan)
         return p.grad, loss, distributed.average_gradients([p], 0.0, torch.nan)
 
-    for gradient, loss, of_nothing in two(averaged):
-        assert gradient.tolist() == [3, 3] and loss == 2 and np.isnan(of_nothing)
+    for gradient, loss, loss_without_labels in two(averaged):
+        assert gradient.tolist() == [3, 3] and loss == 2 and np.isnan(loss_without_labels)
 
 
-def test_memories_are_shared_out(two, data):
-    method = ER(61)  # made before there are several
+def test_memory_capacity_is_divided_among_processes(two, data):
+    method = ER(61)  # created before the processes start
 
     def memory():
         stream = streams.split(*data, tasks=2, scenario="task", class_order=range(10))
@@ -168,133 +174,144 @@ def test_memories_are_shared_out(two, data):
             everlearn.train(nets.mlp(stream.inputs, stream.outputs), method, task, batch_size=16)
         return method.memory["x"].clone()
 
-    one, other = two(memory)
-    assert len(one) == len(other) == 31
-    assert not any((row == other).flatten(1).all(1).any() for row in one)
+    first, second = two(memory)
+    assert len(first) == len(second) == 31
+    assert not any((row == second).flatten(1).all(1).any() for row in first)
 
 
 @pytest.mark.parametrize("structure", ["diagonal", "kronecker", "full"])
 @pytest.mark.parametrize("labels", ["exact", "true"])
-def test_the_fisher_information_is_that_of_all_examples(structure, labels, two, data):
+def test_the_fisher_information_uses_the_examples_of_all_processes(structure, labels, two, data):
     torch.manual_seed(0)
-    model, (x, y) = nets.mlp((1, 8, 8), 10, hidden=(5,)), (data[0][0][:51], data[0][1][:51])
+    model = nets.mlp((1, 8, 8), 10, hidden=(5,))
+    x = data[0][0][:51]
+    y = data[0][1][:51]
 
-    def found():
+    def diagonal():
         return curvature.fisher(model, (x, y), labels, structure).diagonal()
 
-    for other in two(found):
-        for n, v in found().items():
-            torch.testing.assert_close(other[n], v)
+    for process_diagonal in two(diagonal):
+        for n, v in diagonal().items():
+            torch.testing.assert_close(process_diagonal[n], v)
 
 
-def test_a_grown_head_learns_too(two, data):
-    """What a wrapper made before the task would leave out."""
+def test_a_grown_head_is_trained(two, data):
+    """A DistributedDataParallel wrapper created before the task would ignore the new weights."""
 
     def grown():
         torch.manual_seed(0)
         model = nets.mlp((1, 8, 8), 5, hidden=(10,))
         for classes in (range(5), range(5, 10)):
             everlearn.surgery.heads.grow_output(model, classes[-1] + 1)
-            own = torch.isin(data[0][1], torch.tensor(classes))
-            everlearn.train(model, Method(), (data[0][0][own], data[0][1][own]), batch_size=16)
+            task_rows = torch.isin(data[0][1], torch.tensor(classes))
+            everlearn.train(model, Method(), (data[0][0][task_rows], data[0][1][task_rows]), batch_size=16)
         return [p.detach().clone() for p in model.parameters()]
 
-    one, other = two(grown)
-    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    first, second = two(grown)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 @pytest.mark.parametrize("name", ["ewc", "lwf", "er", "agem"])
-def test_attached_beside_torch_s_own_wrapper(name, two, data):
-    """DistributedDataParallel averages the loop's gradients; the method's own are averaged too."""
+def test_attachment_with_distributed_data_parallel(name, two, data):
+    """DistributedDataParallel averages the loop's gradients; the method's gradients are averaged too."""
 
     def attached(size):
         torch.manual_seed(0)
-        model, method, (x, y) = nets.mlp((1, 8, 8), 10, hidden=(10,)), METHODS[name](), data[0]
+        model = nets.mlp((1, 8, 8), 10, hidden=(10,))
+        method = METHODS[name]()
+        x, y = data[0]
         wrapped = torch.nn.parallel.DistributedDataParallel(model) if dist.is_initialized() else model
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         attachment = method.attach(model, optimizer)
         for task in (slice(0, 160), slice(160, 320)):
             for rows in torch.arange(320)[task].split(2 * size):
-                own = rows.tensor_split(2)[dist.get_rank()] if dist.is_initialized() else rows
-                attachment.see(x[own], y[own])
+                if dist.is_initialized():
+                    rows = rows.tensor_split(2)[dist.get_rank()]
+                attachment.see(x[rows], y[rows])
                 optimizer.zero_grad()
-                torch.nn.functional.cross_entropy(wrapped(x[own]), y[own]).backward()
+                torch.nn.functional.cross_entropy(wrapped(x[rows]), y[rows]).backward()
                 optimizer.step()
             method.end_task(model, (x[task], y[task]))
         return {n: v.clone() for n, v in model.state_dict().items()}
 
     weights = attached(16)
-    for other in two(lambda: attached(16)):
+    for process_weights in two(lambda: attached(16)):
         for n in weights:
-            torch.testing.assert_close(other[n], weights[n], rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(process_weights[n], weights[n], rtol=1e-6, atol=1e-6)
 
 
 class Threefold(Method):
-    """So that gradients must be thrice the loop's, whatever that has done to them."""
+    """Triple the task loss, so that gradients must be three times the loop's gradients."""
 
     def task_loss(self, batch, out):
         return 3 * batch.loss(out)
 
 
 @pytest.mark.parametrize("way", ["unequal shares", "a sum", "clipped", "scaled"])
-def test_attached_it_weighs_as_processes_do_together(way, two, data):
+def test_attachment_measures_the_loss_scale_of_all_processes(way, two, data):
     def gradients():
         torch.manual_seed(0)
-        model, (x, y) = nets.mlp((1, 8, 8), 10, hidden=(10,)), data[0]
+        model = nets.mlp((1, 8, 8), 10, hidden=(10,))
+        x, y = data[0]
         wrapped = torch.nn.parallel.DistributedDataParallel(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        own = slice(0, 8) if dist.get_rank() == 0 else slice(8, 32 if way == "unequal shares" else 16)
+        rows = slice(0, 8)
+        if dist.get_rank() == 1:
+            rows = slice(8, 32 if way == "unequal shares" else 16)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**6, enabled=way == "scaled")
         with Threefold().attach(model, optimizer) as attached:
-            attached.see(x[own], y[own])
+            attached.see(x[rows], y[rows])
             reduction = "sum" if way == "a sum" else "mean"
-            scaler.scale(torch.nn.functional.cross_entropy(wrapped(x[own]), y[own], reduction=reduction)).backward()
+            loss = torch.nn.functional.cross_entropy(wrapped(x[rows]), y[rows], reduction=reduction)
+            scaler.scale(loss).backward()
             scaler.unscale_(optimizer)
             if way == "clipped":
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-            before = [p.grad.clone() for p in model.parameters()]
+            loop_gradients = [p.grad.clone() for p in model.parameters()]
             scaler.step(optimizer)
-        return before, [p.grad.clone() for p in model.parameters()]
+        return loop_gradients, [p.grad.clone() for p in model.parameters()]
 
-    for before, after in two(gradients):
-        for a, b in zip(before, after, strict=True):
+    for loop_gradients, method_gradients in two(gradients):
+        for a, b in zip(loop_gradients, method_gradients, strict=True):
             factor = 1 if way == "clipped" else 3  # three times the loss is clipped to the same norm
             torch.testing.assert_close(b, factor * a, rtol=1e-4, atol=1e-6)
 
 
-def test_processes_may_begin_with_weights_of_their_own(two, data):
+def test_processes_may_start_from_different_weights(two, data):
     def learned():
         torch.manual_seed(dist.get_rank())
-        model, method = nets.mlp((1, 8, 8), 10, hidden=(10,)), SI(10.0)
+        model = nets.mlp((1, 8, 8), 10, hidden=(10,))
+        method = SI(10.0)
         for task in streams.split(*data, tasks=2, scenario="task", class_order=range(10)):
             everlearn.train(model, method, task, batch_size=16)
         return [p.detach().clone() for p in model.parameters()]
 
-    one, other = two(learned)
-    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    first, second = two(learned)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_a_loader_that_is_shared_out_already_is_taken_as_it_is(two, data):
-    (x, y), seen = data[0], []
+def test_a_loader_with_a_distributed_sampler_is_not_split_again(two, data):
+    x, y = data[0]
+    observed_sums = []
 
-    class Watching(Method):
+    class Recorder(Method):
         def observe(self, batch, out):
-            seen.extend(batch.x.flatten(1).sum(1).tolist())
+            observed_sums.extend(batch.x.flatten(1).sum(1).tolist())
 
     def rows():
-        every = torch.utils.data.TensorDataset(x, y)
-        sampler = torch.utils.data.DistributedSampler(every)
-        loader = torch.utils.data.DataLoader(every, 16, sampler=sampler)
-        everlearn.train(nets.mlp((1, 8, 8), 10), Watching(), loader)
-        examples = sum(len(b) for b in everlearn.Task(loader).examples(16, shared=True))
-        return seen, examples
+        dataset = torch.utils.data.TensorDataset(x, y)
+        sampler = torch.utils.data.DistributedSampler(dataset)
+        loader = torch.utils.data.DataLoader(dataset, 16, sampler=sampler)
+        everlearn.train(nets.mlp((1, 8, 8), 10), Recorder(), loader)
+        num_examples = sum(len(b) for b in everlearn.Task(loader).examples(16, shared=True))
+        return observed_sums, num_examples
 
-    (one, few), (other, more) = two(rows)
-    assert sorted(one + other) == pytest.approx(sorted(x.flatten(1).sum(1).tolist()))
-    assert few == more == 160
+    (first_sums, first_count), (second_sums, second_count) = two(rows)
+    assert sorted(first_sums + second_sums) == pytest.approx(sorted(x.flatten(1).sum(1).tolist()))
+    assert first_count == second_count == 160
 
 
-def test_a_checkpoint_that_one_process_cannot_write_is_none(two, data, tmp_path):
+def test_a_checkpoint_that_one_process_cannot_write_is_discarded(two, data, tmp_path):
     write = everlearn.runtime.files.write
 
     def full(path, *content, **settings):
@@ -304,54 +321,54 @@ def test_a_checkpoint_that_one_process_cannot_write_is_none(two, data, tmp_path)
 
     def learned():
         everlearn.runtime.files.write = full
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             weights, *_ = learn(EWC, data, 16, out=tmp_path / "out", checkpoint=CheckpointEvery(5, None))
-        return weights, len(told)
+        return weights, len(caught)
 
-    whole = learn(EWC, data, 32)[0]
-    (one, quiet), (_, loud) = two(learned)
-    assert (quiet, loud) == (0, 2)
-    for n in whole:
-        torch.testing.assert_close(one[n], whole[n], rtol=1e-6, atol=1e-6)
+    expected = learn(EWC, data, 32)[0]
+    (weights, first_warnings), (_, second_warnings) = two(learned)
+    assert (first_warnings, second_warnings) == (0, 2)
+    for n in expected:
+        torch.testing.assert_close(weights[n], expected[n], rtol=1e-6, atol=1e-6)
 
 
-def test_together_they_go_on_after_a_kill(two, data, tmp_path):
-    early = ER(50)  # made before there are several
+def test_processes_resume_together_after_a_kill(two, data, tmp_path):
+    early = ER(50)  # created before the processes start
 
     def net(inputs, outputs):
         return nets.cnn(inputs, outputs, channels=(4, 8))
 
-    whole = two(lambda: learn(lambda: ER(50), data, 16, net))
-    step, taken = TaskTraining._train_step, [0]
+    uninterrupted = two(lambda: learn(lambda: ER(50), data, 16, net))
+    step = TaskTraining._train_step
+    steps_taken = [0]
 
     def dies(self, batch):
-        if taken[0] == 16 and dist.get_rank() == 1:
+        if steps_taken[0] == 16 and dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        taken[0] += 1
+        steps_taken[0] += 1
         step(self, batch)
 
-    def once(deadly):
-        TaskTraining._train_step = dies if deadly else step
+    def train(is_killed):
+        TaskTraining._train_step = dies if is_killed else step
         return learn(lambda: early, data, 16, net, out=tmp_path / "out", checkpoint=CheckpointEvery(5, None))
 
     with pytest.raises(AssertionError):
-        two(lambda: once(True))
+        two(lambda: train(True))
     (tmp_path / "meet").unlink(missing_ok=True)
     assert len(list(tmp_path.rglob("*.checkpoint"))) >= 4
-    for (one, accuracy, _), (other, again, _) in zip(whole, two(lambda: once(False)), strict=True):
-        assert all(torch.equal(one[n], other[n]) for n in one)
-        assert np.array_equal(accuracy, again)
+    resumed = two(lambda: train(False))
+    for (weights, accuracy, _), (resumed_weights, resumed_accuracy, _) in zip(uninterrupted, resumed, strict=True):
+        assert all(torch.equal(weights[n], resumed_weights[n]) for n in weights)
+        assert np.array_equal(accuracy, resumed_accuracy)
     assert [p.suffix for p in (tmp_path / "out").iterdir()] == [".json"]
 
 
 @pytest.mark.slow
 @pytest.mark.enable_socket
 def test_torchrun_starts_the_command(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "everlearn", "run", "--methods", "ewc",
-         "--epochs", "1", "--out", str(tmp_path)],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command = ["-m", "everlearn", "run", "--methods", "ewc", "--epochs", "1", "--out", str(tmp_path)]
+    done = subprocess.run([*launcher, *command], capture_output=True, text=True, check=True)
     assert done.stdout.count("EWC (digits") == 1
     assert len(list(tmp_path.glob("*.json"))) == 1

@@ -30,18 +30,18 @@ def changed():
 
 
 def test_every_byte_and_shape_counts():
-    words = [fingerprint(t) for t in (A, changed(), A[:4999], A.double(), A.flatten())]
-    assert len(set(words)) == 5 and fingerprint(A) == fingerprint(A.clone())
+    digests = [fingerprint(t) for t in (A, changed(), A[:4999], A.double(), A.flatten())]
+    assert len(set(digests)) == 5 and fingerprint(A) == fingerprint(A.clone())
     assert fingerprint([torch.tensor(1.0), torch.zeros(0)]) != fingerprint([torch.tensor(1.0), torch.zeros(0, 2)])
 
 
-def test_models_of_libraries_whose_code_is_decorated():
+def test_models_of_libraries_with_decorated_code():
     transformers = pytest.importorskip("transformers")
 
-    def bert(**given):
+    def bert(**settings):
         torch.manual_seed(0)
         shape = {"vocab_size": 9, "hidden_size": 4, "num_attention_heads": 1, "intermediate_size": 4}
-        return transformers.BertModel(transformers.BertConfig(num_hidden_layers=1, **shape, **given))
+        return transformers.BertModel(transformers.BertConfig(num_hidden_layers=1, **shape, **settings))
 
     assert fingerprint(bert()) == fingerprint(bert()) is not None
     assert fingerprint(bert()) != fingerprint(bert(hidden_act="relu"))
@@ -59,30 +59,31 @@ def test_objects_functions_and_closures():
     assert fingerprint(scaled(1)) == fingerprint(scaled(1)) != fingerprint(scaled(2))
     assert fingerprint(partial(max, 1)) != fingerprint(partial(max, 2))
     assert fingerprint(partial(max, 1)) == fingerprint(partial(max, 1))
-    one, other = TensorDataset(A), TensorDataset(changed())
-    assert fingerprint(one) == fingerprint(TensorDataset(A.clone())) != fingerprint(other)
-    assert fingerprint(DataLoader(one)) != fingerprint(DataLoader(other))
+    dataset = TensorDataset(A)
+    changed_dataset = TensorDataset(changed())
+    assert fingerprint(dataset) == fingerprint(TensorDataset(A.clone())) != fingerprint(changed_dataset)
+    assert fingerprint(DataLoader(dataset)) != fingerprint(DataLoader(changed_dataset))
     assert fingerprint({"a": np.arange(3)}) != fingerprint({"a": np.arange(4)})
     assert fingerprint({1, 2}) == fingerprint({2, 1})
 
 
-def test_a_users_class_is_its_code():
-    def kind(factor):
-        class Mine:
+def test_a_users_class_is_hashed_by_its_code():
+    def scaling(factor):
+        class Custom:
             def edit(self, g):
                 return g * factor if factor else g
 
-        return Mine()
+        return Custom()
 
-    def other():
-        class Mine:
+    def identity():
+        class Custom:
             def edit(self, g):
                 return g
 
-        return Mine()
+        return Custom()
 
-    assert fingerprint(kind(1)) == fingerprint(kind(1)) != fingerprint(kind(2))
-    assert fingerprint(kind(1)) != fingerprint(other())
+    assert fingerprint(scaling(1)) == fingerprint(scaling(1)) != fingerprint(scaling(2))
+    assert fingerprint(scaling(1)) != fingerprint(identity())
 
 
 def test_cycles_end():
@@ -91,12 +92,12 @@ def test_cycles_end():
     assert fingerprint(a)
 
 
-def test_what_cannot_be_known():
+def test_a_generator_has_no_fingerprint():
     assert fingerprint([1, (i for i in range(3))]) is None
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("first", "second"),
     [
         ([1, 23], [12, 3]),
         ([[1], 2], [[1, 2]]),
@@ -113,9 +114,9 @@ def test_what_cannot_be_known():
         (re.compile("a"), re.compile("b")),
     ],
 )
-def test_where_one_part_ends_and_the_next_begins(one, other):
-    assert fingerprint(one) is not None and fingerprint(other) is not None
-    assert fingerprint(one) != fingerprint(other)
+def test_similar_values_differ(first, second):
+    assert fingerprint(first) is not None and fingerprint(second) is not None
+    assert fingerprint(first) != fingerprint(second)
 
 
 def classes(k):
@@ -145,57 +146,62 @@ def classes(k):
     class Inherited(Static):
         pass
 
-    return [kind() for kind in (Attribute, Property, Cached, Static, Class, Inherited)]
+    return [cls() for cls in (Attribute, Property, Cached, Static, Class, Inherited)]
 
 
-def test_all_that_a_class_says_counts():
-    for one, again, other in zip(classes(1), classes(1), classes(2), strict=True):
-        assert fingerprint(one) == fingerprint(again) != fingerprint(other), type(one).__name__
+def test_all_attributes_of_a_class_count():
+    for first, equal, different in zip(classes(1), classes(1), classes(2), strict=True):
+        assert fingerprint(first) == fingerprint(equal) != fingerprint(different), type(first).__name__
 
 
-def test_a_class_with_something_unreadable_is_known_by_the_rest():
-    def kind(k):
-        class Mine:
-            lock, log, slope = threading.Lock(), logging.getLogger("mine"), k
+def test_unreadable_class_attributes_are_skipped():
+    def make_object(k):
+        class Custom:
+            lock = threading.Lock()
+            log = logging.getLogger("custom")
+            slope = k
 
-        return Mine()
+        return Custom()
 
-    assert fingerprint(kind(1)) == fingerprint(kind(1)) != fingerprint(kind(2))
+    assert fingerprint(make_object(1)) == fingerprint(make_object(1)) != fingerprint(make_object(2))
 
 
-class Holding(nn.Module):
-    def __init__(self, thing=None):
+class WithAttribute(nn.Module):
+    def __init__(self, attribute=None):
         super().__init__()
         torch.manual_seed(0)
-        self.layer, self.thing = nn.LSTM(2, 2), thing
+        self.layer = nn.LSTM(2, 2)
+        self.attribute = attribute
 
 
-def test_all_that_is_in_a_model_counts_but_for_its_mode():
-    with_buffer = Holding()
+def test_everything_in_a_model_counts_except_its_mode():
+    with_buffer = WithAttribute()
     with_buffer.register_buffer("mask", torch.zeros(2), persistent=False)
-    hooked = [Holding() for _ in range(3)]
+    hooked = [WithAttribute() for _ in range(3)]
     for model, factor in zip(hooked, (2, 2, 3), strict=True):
         model.handle = model.layer.register_forward_hook(lambda m, i, o, k=factor: k, with_kwargs=False)
     heads = [torch.manual_seed(0) and nn.TransformerEncoderLayer(4, n) for n in (1, 2)]
-    words = [fingerprint(m) for m in (Holding(), Holding(1), Holding(lambda x: x), with_buffer, *hooked[1:], *heads)]
-    assert None not in words and len(set(words)) == len(words)
+    variants = [WithAttribute(), WithAttribute(1), WithAttribute(lambda x: x), with_buffer, *hooked[1:], *heads]
+    digests = [fingerprint(model) for model in variants]
+    assert None not in digests and len(set(digests)) == len(digests)
     assert fingerprint(hooked[0]) == fingerprint(hooked[1])
-    assert fingerprint(Holding().eval()) == fingerprint(Holding())
-    assert fingerprint(torch.compile(Holding())) == fingerprint(torch.compile(Holding()))
+    assert fingerprint(WithAttribute().eval()) == fingerprint(WithAttribute())
+    assert fingerprint(torch.compile(WithAttribute())) == fingerprint(torch.compile(WithAttribute()))
 
 
-def test_models_that_hold_what_cannot_be_read_are_known_by_the_rest():
+def test_models_with_unreadable_attributes_have_a_model_digest():
     with open(__file__) as file:
-        for thing in (threading.Lock(), (i for i in "ab"), file, torch.eye(2).to_sparse(), {object(), object()}):
-            assert fingerprint(Holding(thing)) is None, thing
-            assert _model_digest(Holding(thing)) is not None, thing
-    gone = weakref.ref(Holding())
-    assert fingerprint(Holding(gone)) == fingerprint(Holding(gone)) is not None
+        for value in (threading.Lock(), (i for i in "ab"), file, torch.eye(2).to_sparse(), {object(), object()}):
+            assert fingerprint(WithAttribute(value)) is None, value
+            assert _model_digest(WithAttribute(value)) is not None, value
+    dead_reference = weakref.ref(WithAttribute())
+    assert fingerprint(WithAttribute(dead_reference)) == fingerprint(WithAttribute(dead_reference)) is not None
     assert fingerprint(nn.Linear(2, 2, device="meta")) is None
 
 
-def test_deep_things():
-    nested, model = [], nn.Linear(2, 2)
+def test_deeply_nested_objects():
+    nested = []
+    model = nn.Linear(2, 2)
     for _ in range(5000):
         nested = [nested]
     for _ in range(400):
@@ -203,9 +209,9 @@ def test_deep_things():
     assert fingerprint(nested) and fingerprint(model)
 
 
-def words_of_models():
+def digests_of_models():
     models = [make(name)[0] for name in MODELS if name != "bert" or find_spec("transformers")]
-    hooked = Holding({"x", "y", "z", nn.Linear, nn.ReLU})
+    hooked = WithAttribute({"x", "y", "z", nn.Linear, nn.ReLU})
     hooked.handle = hooked.layer.register_forward_hook(lambda m, i, o: o in {"a", "b", "c"})
     if find_spec("transformers"):
         from transformers import GPT2Config, GPT2LMHeadModel
@@ -216,11 +222,16 @@ def words_of_models():
 
 
 @pytest.mark.slow
-def test_words_are_the_same_in_every_process():
-    code = "import torch; torch.set_num_threads(1); from tests.runtime.test_fingerprint import words_of_models; print(*words_of_models())"
+def test_digests_are_equal_in_every_process():
+    code = """if True:
+        import torch
+        torch.set_num_threads(1)
+        from tests.runtime.test_fingerprint import digests_of_models
+        print(*digests_of_models())
+    """
     seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
     env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-    nn.Linear(1, 1).register_forward_hook(print)  # hooks are numbered through a process
-    words = words_of_models()
-    assert None not in words and done.stdout.split() == words
+    nn.Linear(1, 1).register_forward_hook(print)  # torch numbers hooks through all models of a process
+    digests = digests_of_models()
+    assert None not in digests and done.stdout.split() == digests

@@ -1,4 +1,4 @@
-"""Commands whose readers go away, or were never there, do all their work."""
+"""Commands finish their work when their standard streams are closed."""
 
 import errno
 import io
@@ -14,23 +14,25 @@ from everlearn.runtime.stdio import output_error, survive_closed_streams
 from tests.results.report.test_html import result
 
 FAST = ["--epochs", "1", "--hidden", "8", "--threads", "1", "--methods", "finetune,l2", "--seeds", "3"]
-POSIX = pytest.mark.skipif(os.name != "posix", reason="pipes and numbers of files are of another kind there")
+POSIX = pytest.mark.skipif(os.name != "posix", reason="POSIX pipes and descriptors")
 
 
-def everlearn(*words, options=(), close=(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL):
-    """The exit code of a command, some of whose standard streams are closed from the start."""
+def everlearn(*arguments, options=(), close=(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL):
+    """Run a command with some standard streams closed, and return its exit code."""
 
-    def begin():
-        for number in close:
-            os.close(number)
+    def close_streams():
+        for descriptor in close:
+            os.close(descriptor)
 
-    command = [sys.executable, *options, "-m", "everlearn", *map(str, words)]
-    return subprocess.run(command, stdout=stdout, stderr=stderr, preexec_fn=begin, timeout=120, check=False).returncode
+    command = [sys.executable, *options, "-m", "everlearn", *map(str, arguments)]
+    return subprocess.run(
+        command, stdout=stdout, stderr=stderr, preexec_fn=close_streams, timeout=120, check=False
+    ).returncode
 
 
 @pytest.fixture
 def broken_pipe():
-    """Where to write to nobody: the reader has gone, as ``head -1`` does."""
+    """Write end of a pipe whose reader has closed it, as ``head -1`` does."""
     reader, writer = os.pipe()
     os.close(reader)
     yield writer
@@ -38,7 +40,7 @@ def broken_pipe():
 
 
 @POSIX
-def test_runs_are_finished_when_nobody_reads_any_more(broken_pipe, tmp_path):
+def test_runs_finish_when_the_reader_has_closed_the_pipe(broken_pipe, tmp_path):
     assert everlearn("run", *FAST, "--out", tmp_path, stdout=broken_pipe, stderr=broken_pipe) == 0
     assert len(results.load(tmp_path)) == 6
 
@@ -46,14 +48,14 @@ def test_runs_are_finished_when_nobody_reads_any_more(broken_pipe, tmp_path):
 @pytest.mark.slow
 @POSIX
 @pytest.mark.parametrize("close", [(1,), (2,)], ids=["stdout", "stderr"])
-def test_runs_are_finished_with_closed_streams(close, tmp_path):
+def test_runs_finish_with_closed_streams(close, tmp_path):
     assert everlearn("run", *FAST, "--out", tmp_path, close=close) == 0
     assert len(results.load(tmp_path)) == 6
 
 
 @pytest.mark.slow
 @POSIX
-def test_workers_have_nobody_to_talk_to_either(tmp_path):
+def test_workers_finish_with_closed_streams(tmp_path):
     assert everlearn("run", *FAST, "--workers", "2", "--out", tmp_path, close=(0, 1, 2)) == 0
     assert len(results.load(tmp_path)) == 6
 
@@ -61,7 +63,7 @@ def test_workers_have_nobody_to_talk_to_either(tmp_path):
 @pytest.mark.slow
 @POSIX
 @pytest.mark.parametrize("options", [(), ("-u",)], ids=["buffered", "unbuffered"])
-def test_a_report_is_written_when_nobody_reads_any_more(options, broken_pipe, tmp_path):
+def test_a_report_is_written_when_the_reader_has_closed_the_pipe(options, broken_pipe, tmp_path):
     for i in range(30):  # more than the buffer of a pipe holds
         result(f"method {i} " + "x" * 200).save(tmp_path)
     assert everlearn("report", tmp_path, stdout=broken_pipe, options=options) == 0
@@ -70,13 +72,13 @@ def test_a_report_is_written_when_nobody_reads_any_more(options, broken_pipe, tm
 
 @pytest.mark.slow
 @POSIX
-def test_errors_are_still_told_by_the_exit_code(tmp_path):
+def test_errors_set_the_exit_code_without_stderr(tmp_path):
     assert everlearn("report", tmp_path / "nowhere", close=(2,)) == 1
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no such device here")
-def test_a_full_disk_is_told_after_the_work_is_done(tmp_path):
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_is_reported_after_the_work_is_done(tmp_path):
     result().save(tmp_path)
     with open("/dev/full", "wb") as full:
         command = [sys.executable, "-m", "everlearn", "report", str(tmp_path)]
@@ -89,20 +91,21 @@ class Raw(io.RawIOBase):
     """A file that fails from its second write on."""
 
     def __init__(self, number):
-        self.number, self.taken = number, []
+        self.number = number
+        self.written = []
 
     def writable(self):
         return True
 
     def write(self, content):
-        if self.taken:
+        if self.written:
             raise OSError(self.number, os.strerror(self.number))
-        self.taken.append(bytes(content))
+        self.written.append(bytes(content))
         return len(content)
 
 
-@pytest.mark.parametrize(("number", "is_told"), [(errno.EPIPE, False), (errno.ENOSPC, True)])
-def test_what_fails_is_written_to_no_more(number, is_told, monkeypatch):
+@pytest.mark.parametrize(("number", "is_reported"), [(errno.EPIPE, False), (errno.ENOSPC, True)])
+def test_output_stops_after_a_failed_write(number, is_reported, monkeypatch):
     raw = Raw(number)
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BufferedWriter(raw), encoding="ascii", errors="strict"))
     monkeypatch.setattr("sys.stderr", None)
@@ -111,9 +114,12 @@ def test_what_fails_is_written_to_no_more(number, is_told, monkeypatch):
     print("1 ± 2", flush=True)
     for _ in range(3):
         print("more", flush=True)
-    assert raw.taken == [b"1 ? 2\n"]
+    assert raw.written == [b"1 ? 2\n"]
     error = output_error()
-    assert (error is not None and error.errno == number) if is_told else error is None
+    if is_reported:
+        assert error is not None and error.errno == number
+    else:
+        assert error is None
     print("nothing", file=sys.stderr, flush=True)
     assert sys.stdin.read() == ""
     sys.stderr.close()

@@ -19,7 +19,7 @@ from everlearn import DER, ER, EWC, L2, METHODS, SI, LwF, Method, nets, streams
 from everlearn.cli.app import start
 from everlearn.core.hyperparameters import Range
 from everlearn.runtime import files
-from everlearn.runtime.randomness import restore, states
+from everlearn.runtime.randomness import get_random_states, restore_random_states
 from everlearn.trainer import CheckpointEvery
 from everlearn.trainer.settings import Training, adam
 from everlearn.trainer.stream_training import StreamTraining
@@ -175,9 +175,9 @@ def begun(method, scenario="task"):
 def test_a_fork_goes_where_its_original_goes(name):
     with everlearn.runtime.randomness.seeded(0):
         course = begun(METHODS[name]())
-        random, other = states(), course.fork()
+        random, other = get_random_states(), course.fork()
         for one in (course, other):
-            restore(random)
+            restore_random_states(random)
             one.close()
             one.train()
             one.close()

@@ -23,9 +23,9 @@ def main() -> None:
         )
         raise SystemExit(1) from None
     from everlearn.cli.app import start
-    from everlearn.runtime.torchrun import together
+    from everlearn.runtime.torchrun import run_distributed
 
-    code = together(lambda: start(sys.argv[1:]))
+    code = run_distributed(lambda: start(sys.argv[1:]))
     if (error := output_error()) is not None:
         print(f"everlearn: What is told here could not be written ({error.strerror}).", file=sys.stderr)
         code = code or 1

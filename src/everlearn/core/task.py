@@ -257,7 +257,7 @@ class Task:
         if not isinstance(self.train, Batches) and (is_parallel or len(self.train) > size):
             order = torch.randperm(len(self.train), generator=generator(seed, "batches", *seed_key))
             if is_parallel:
-                order = distributed.own_share(order, size)
+                order = distributed.shard_batches(order, size)
 
         # Arrays without a transform draw no random numbers.
         augmentation_seed = 0

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from everlearn.runtime.optional_imports import needs
+from everlearn.runtime.optional_imports import import_optional
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -31,7 +31,7 @@ def histogram(importance: Any, bins: int = 60) -> Figure:
     edges = torch.logspace(torch.tensor(smallest).log10().item(), torch.tensor(largest).log10().item() + 1e-6, bins + 1)
 
     num_rows = len(values_by_name)
-    figure: Figure = needs("matplotlib.figure", "plot", "A picture").Figure(
+    figure: Figure = import_optional("matplotlib.figure", "plot", "A picture").Figure(
         figsize=(7, 0.6 + 0.55 * num_rows), layout="constrained"
     )
     axes = figure.subplots(num_rows, 1, sharex=True, squeeze=False)[:, 0]

@@ -21,7 +21,7 @@ from everlearn.experiments.grid import GridRun
 from everlearn.experiments.parsing import UsageError
 from everlearn.results.result import Result, file_name
 from everlearn.runtime.distributed import world_size
-from everlearn.runtime.optional_imports import needs
+from everlearn.runtime.optional_imports import import_optional
 from everlearn.runtime.processes import end_with_parent
 from everlearn.runtime.stdio import survive_closed_streams
 
@@ -160,7 +160,7 @@ def _process_context() -> Any:
 
 def _run_on_ray(runs: Sequence[GridRun], workers: int, threads: int, force: bool) -> Iterator[tuple[int, Outcome]]:
     """Run on the Ray cluster named by RAY_ADDRESS, or on a local one."""
-    ray: Any = needs("ray", "ray", "--cluster ray")
+    ray: Any = import_optional("ray", "ray", "--cluster ray")
     if not ray.is_initialized():
         ray.init(log_to_driver=False)
 
@@ -183,7 +183,7 @@ def _run_on_ray(runs: Sequence[GridRun], workers: int, threads: int, force: bool
 
 def _run_on_slurm(runs: Sequence[GridRun], workers: int, threads: int, force: bool) -> Iterator[tuple[int, Outcome]]:
     """Run as a Slurm job array; a preempted or timed-out job is queued again and resumes from its checkpoint."""
-    submitit: Any = needs("submitit", "slurm", "--cluster slurm")
+    submitit: Any = import_optional("submitit", "slurm", "--cluster slurm")
     if shutil.which("srun") is None:
         raise UsageError(
             "--cluster slurm: there is no Slurm here (srun is not found): run the command where jobs are submitted."
@@ -224,7 +224,7 @@ class SlurmJob:
 
     def checkpoint(self) -> Any:
         """Submission of the same run that resumes from its checkpoint; called by submitit."""
-        helpers: Any = needs("submitit.helpers", "slurm", "--cluster slurm")
+        helpers: Any = import_optional("submitit.helpers", "slurm", "--cluster slurm")
         return helpers.DelayedSubmission(SlurmJob(self.run, self.threads, False))
 
 

@@ -16,9 +16,9 @@ from everlearn.core.likelihood import Likelihood
 from everlearn.core.method import Method
 from everlearn.core.task import Task, as_task
 from everlearn.runtime import files
-from everlearn.runtime.optional_imports import needs
+from everlearn.runtime.optional_imports import import_optional
 
-TrainerCallback: Any = needs("transformers", "huggingface", "The Hugging Face callback").TrainerCallback
+TrainerCallback: Any = import_optional("transformers", "huggingface", "The Hugging Face callback").TrainerCallback
 FILE = "everlearn.pt"
 
 

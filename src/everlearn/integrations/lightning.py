@@ -13,9 +13,9 @@ from everlearn.core.data_source import as_rows
 from everlearn.core.likelihood import Likelihood
 from everlearn.core.method import Method
 from everlearn.core.task import Task, as_task
-from everlearn.runtime.optional_imports import needs
+from everlearn.runtime.optional_imports import import_optional
 
-Callback: Any = needs("lightning.pytorch", "lightning", "The Lightning callback").Callback
+Callback: Any = import_optional("lightning.pytorch", "lightning", "The Lightning callback").Callback
 
 
 class Transferred:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from everlearn.results.result import Result, file_name
-from everlearn.runtime.optional_imports import needs
+from everlearn.runtime.optional_imports import import_optional
 
 
 class MLflow:
@@ -19,7 +19,7 @@ class MLflow:
     """
 
     def __init__(self, experiment: str = "everlearn", uri: str | None = None) -> None:
-        self._mlflow = needs("mlflow", "mlflow", "The MLflow tracker")
+        self._mlflow = import_optional("mlflow", "mlflow", "The MLflow tracker")
         if uri is not None:
             self._mlflow.set_tracking_uri(uri)
         self._mlflow.set_experiment(experiment)

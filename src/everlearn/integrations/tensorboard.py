@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from everlearn.results.result import Result, file_name
-from everlearn.runtime.optional_imports import needs
+from everlearn.runtime.optional_imports import import_optional
 
 
 class TensorBoard:
@@ -18,7 +18,7 @@ class TensorBoard:
     """
 
     def __init__(self, folder: str | Path = "runs/tensorboard") -> None:
-        needs("tensorboard", "tensorboard", "The TensorBoard tracker")
+        import_optional("tensorboard", "tensorboard", "The TensorBoard tracker")
         from torch.utils.tensorboard import SummaryWriter
 
         self.folder, self._open = Path(folder), SummaryWriter

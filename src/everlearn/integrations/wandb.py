@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from everlearn.results.result import Result, file_name
-from everlearn.runtime.optional_imports import needs
+from everlearn.runtime.optional_imports import import_optional
 
 
 class WandB:
@@ -18,7 +18,11 @@ class WandB:
     """
 
     def __init__(self, project: str = "everlearn", mode: str | None = None) -> None:
-        self._wandb, self.project, self.mode = needs("wandb", "wandb", "The Weights & Biases tracker"), project, mode
+        self._wandb, self.project, self.mode = (
+            import_optional("wandb", "wandb", "The Weights & Biases tracker"),
+            project,
+            mode,
+        )
         self._run: Any = None
 
     def start(self, config: Mapping[str, Any]) -> None:

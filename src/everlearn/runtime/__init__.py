@@ -1,1 +1,1 @@
-"""What every program needs of its machine: files, hashes, randomness, processes, distributed training."""
+"""Machine-level services: files, hashes, randomness, processes and distributed training."""

@@ -1,8 +1,8 @@
-"""Several processes that learn as one: what is added up, averaged, shared out or agreed on, wherever torch.distributed is in use.
+"""Collective operations over the processes of ``torch.distributed``; with one process they do nothing.
 
-Every process has the whole model and its share of every batch. Gradients are averaged after ``backward()``, before a method edits them,
-and of whatever parameters there are at that moment: a head that a task has added cannot be left out, as it silently is
-by a wrapper that was made before it. With one process all of this does nothing.
+Every process has the full model and its share of every batch. Gradients are averaged after ``backward()`` and before a
+method edits them, over the parameters that exist at that moment. A head that a task has added is therefore included; a
+``DistributedDataParallel`` wrapper created before the head would silently ignore it.
 """
 
 from __future__ import annotations
@@ -18,94 +18,126 @@ from torch import Tensor
 
 
 def world_size() -> int:
-    """How many processes there are."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    """Return the number of processes."""
+    if not dist.is_available() or not dist.is_initialized():
+        return 1
+    return dist.get_world_size()
 
 
 def rank() -> int:
-    """Which of them this is, counted from 0."""
+    """Return the number of this process, counted from 0."""
     return dist.get_rank() if world_size() > 1 else 0
 
 
 def all_reduce_(tensors: Iterable[Tensor]) -> None:
-    """Each tensor becomes the sum over all processes, in place."""
+    """Replace each tensor with its sum over all processes, in place."""
     if world_size() > 1:
-        _at_once(tensors, dist.all_reduce)
+        _exchange_flattened(tensors, dist.all_reduce)
 
 
 def sum_across(number: float) -> float:
-    """The sum over all processes."""
+    """Return the sum of a number over all processes."""
     if world_size() == 1:
         return number
-    all_reduce_([together := torch.tensor([number], dtype=torch.float64, device=_post())])
-    return float(together)
+    total = torch.tensor([number], dtype=torch.float64, device=_message_device())
+    all_reduce_([total])
+    return float(total)
 
 
 def broadcast_(tensors: Iterable[Tensor]) -> None:
-    """Each tensor becomes what the first process has, in place."""
+    """Replace each tensor with that of process 0, in place."""
     if world_size() > 1:
-        _at_once(tensors, partial(dist.broadcast, src=0))
+        _exchange_flattened(tensors, partial(dist.broadcast, src=0))
 
 
-def broadcast_object(thing: Any) -> Any:
-    """What the first process says, to all."""
+def broadcast_object(value: Any) -> Any:
+    """Return the object of process 0 in every process."""
     if world_size() == 1:
-        return thing
-    dist.broadcast_object_list(box := [thing], 0)
-    return box[0]
+        return value
+    buffer = [value]
+    dist.broadcast_object_list(buffer, 0)
+    return buffer[0]
 
 
-def all_gather_object(thing: Any) -> list[Any]:
-    """What each process says, to all."""
+def all_gather_object(value: Any) -> list[Any]:
+    """Return the objects of all processes, in every process."""
     if world_size() == 1:
-        return [thing]
-    dist.all_gather_object(box := [None] * world_size(), thing)
-    return box
+        return [value]
+    gathered = [None] * world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
 
 
 @torch.no_grad()
 def average_gradients(parameters: Sequence[Tensor], weight: float, loss: float) -> float:
-    """``p.grad`` becomes the mean over all processes, each with its weight; the mean loss is returned, NaN if no weight is above 0.
+    """Replace ``p.grad`` with the weighted mean over all processes and return the mean loss.
 
-    A parameter that no process has a gradient of stays without one, as optimizers know it. What a process of weight 0 has, which
-    may be NaN, does not count.
+    A parameter without a gradient in any process keeps ``grad = None``, so that optimizers skip it. Loss and gradients
+    of a process with weight 0, which may be NaN, are ignored.
+
+    Args:
+        parameters: the parameters, in the same order in every process.
+        weight: weight of this process, usually its number of examples.
+        loss: loss of this process.
+
+    Returns:
+        The weighted mean loss; NaN if all weights are 0.
     """
     if world_size() == 1:
         return loss
-    has = [p.grad is not None for p in parameters]
-    facts = torch.tensor([weight, weight * loss if weight else 0.0, *has], dtype=torch.float64, device=_post())
-    dist.all_reduce(facts)
-    whole = float(facts[0])
-    if not whole:
+
+    # One message carries the total weight, the weighted loss, and how many processes have each gradient.
+    weighted_loss = weight * loss if weight else 0.0
+    has_gradient = [p.grad is not None for p in parameters]
+    sums = torch.tensor([weight, weighted_loss, *has_gradient], dtype=torch.float64, device=_message_device())
+    dist.all_reduce(sums)
+    total_weight = float(sums[0])
+    if not total_weight:
         return math.nan
-    moved = [p for p, count in zip(parameters, facts[2:].tolist(), strict=True) if count]
-    for p in moved:
-        p.grad = torch.zeros_like(p) if p.grad is None or not weight else p.grad.mul_(weight / whole)
-    all_reduce_(p.grad for p in moved if p.grad is not None)
-    return float(facts[1]) / whole
+
+    gradients = []
+    for p, gradient_count in zip(parameters, sums[2:].tolist(), strict=True):
+        if not gradient_count:
+            continue
+        if p.grad is None or not weight:
+            p.grad = torch.zeros_like(p)
+        else:
+            p.grad.mul_(weight / total_weight)
+        gradients.append(p.grad)
+    all_reduce_(gradients)
+    return float(sums[1]) / total_weight
 
 
-def own_share(order: Tensor, size: int) -> Tensor:
-    """Of examples in this order, those of this process: its share of each batch of ``size`` examples per process.
+def shard_batches(order: Tensor, size: int) -> Tensor:
+    """Select the examples of this process: its share of each joint batch.
 
-    All have equally many: of a last batch that does not divide by the processes, the rest is left out.
+    All processes get equally many examples; the remainder of a last batch that cannot be divided equally is dropped.
+
+    Args:
+        order: indices of the examples, in the order of training.
+        size: examples per batch and process.
     """
-    batches = [some[: len(some) // world_size() * world_size()] for some in order.split(size * world_size())]
-    return torch.cat([some.tensor_split(world_size())[rank()] for some in batches])
+    shares = []
+    for batch in order.split(size * world_size()):
+        divisible_length = len(batch) // world_size() * world_size()
+        shares.append(batch[:divisible_length].tensor_split(world_size())[rank()])
+    return torch.cat(shares)
 
 
-def _post() -> str:
-    """Where a message must be: NCCL takes none from the CPU."""
+def _message_device() -> str:
+    """Return the device of messages: NCCL sends none from the CPU."""
     return "cuda" if dist.get_backend() == "nccl" else "cpu"
 
 
 @torch.no_grad()
-def _at_once(tensors: Iterable[Tensor], exchange: Callable[[Tensor], object]) -> None:
-    """One message for all tensors of a kind, instead of one each."""
-    kinds: dict[Any, list[Tensor]] = {}
-    for t in tensors:
-        kinds.setdefault((t.dtype, t.device), []).append(t)
-    for kind in kinds.values():
-        exchange(flat := torch.cat([t.flatten() for t in kind]))
-        for t, value in zip(kind, flat.split([t.numel() for t in kind]), strict=True):
-            t.copy_(value.view_as(t))
+def _exchange_flattened(tensors: Iterable[Tensor], exchange: Callable[[Tensor], object]) -> None:
+    """Send one message for all tensors of a dtype and device, instead of one message per tensor."""
+    groups: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for group in groups.values():
+        message = torch.cat([tensor.flatten() for tensor in group])
+        exchange(message)
+        received = message.split([tensor.numel() for tensor in group])
+        for tensor, value in zip(group, received, strict=True):
+            tensor.copy_(value.view_as(tensor))

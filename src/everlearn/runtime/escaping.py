@@ -1,4 +1,4 @@
-"""Names and messages of others, as text that a terminal, a document, a spreadsheet or a picture takes for nothing else."""
+"""Escape untrusted names and messages for terminals, Markdown, spreadsheets and plots."""
 
 from __future__ import annotations
 
@@ -7,20 +7,22 @@ import unicodedata
 from typing import Any
 
 MARKDOWN = re.compile(r"([\\`*_\[\]<>|~$&])")
-FORMULA = ("=", "+", "-", "@")  # what a spreadsheet takes for the beginning of a formula
+FORMULA = ("=", "+", "-", "@")  # first characters that a spreadsheet reads as a formula
 
 
 def printable(text: str) -> str:
-    r"""A text of one line without control characters: an escape sequence could rewrite what a terminal shows.
+    r"""Escape the control characters of a single line: an escape sequence could rewrite the terminal.
 
     >>> printable("EWC\x1b[2J\nand ±")
     'EWC\\x1b[2J\\nand ±'
     """
-    return text if text.isprintable() else "".join(c if c.isprintable() else _escape(c) for c in text)
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else _escape(c) for c in text)
 
 
 def printable_lines(text: str) -> str:
-    r"""The same for a message that may have several lines.
+    r"""Escape the control characters of a message, but keep its line breaks.
 
     >>> printable_lines("one\ntwo\r")
     'one\ntwo\\r'
@@ -29,7 +31,7 @@ def printable_lines(text: str) -> str:
 
 
 def markdown(text: str) -> str:
-    r"""A text that Markdown shows as it is: no image, link, emphasis, formula, HTML or cell of its own.
+    r"""Escape Markdown syntax: images, links, emphasis, formulas, HTML and table cells.
 
     >>> markdown("![a](http://b) | c_d <b>")
     '!\\[a\\](http://b) \\| c\\_d \\<b\\>'
@@ -38,7 +40,7 @@ def markdown(text: str) -> str:
 
 
 def spreadsheet(value: Any) -> Any:
-    """A cell of a CSV file that no spreadsheet takes for a formula, also where blanks come first.
+    """Quote a CSV cell that a spreadsheet would read as a formula, also after leading blanks.
 
     >>> spreadsheet("  =cmd()"), spreadsheet("EWC"), spreadsheet(-1.5)
     ("'  =cmd()", 'EWC', -1.5)
@@ -46,13 +48,16 @@ def spreadsheet(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     text = printable(value)
-    # Wide forms of these signs (U+FF1D and its like) count as the signs themselves in some spreadsheets.
-    beginning = unicodedata.normalize("NFKC", value).lstrip()[:1]
-    return f"'{text}" if beginning in FORMULA else text
+
+    # Some spreadsheets treat the full-width forms of these characters (such as U+FF1D) like the ASCII ones.
+    first_character = unicodedata.normalize("NFKC", value).lstrip()[:1]
+    return f"'{text}" if first_character in FORMULA else text
 
 
 def plot_label(text: str) -> str:
-    r"""A text that matplotlib shows as it is: no formula between dollar signs, and not left out for a leading underscore.
+    r"""Escape a label for matplotlib: no formula between dollar signs.
+
+    A leading blank is added before an underscore, because matplotlib hides labels that begin with one.
 
     >>> plot_label("_a $b$")
     ' _a \\$b\\$'

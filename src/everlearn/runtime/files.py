@@ -1,4 +1,4 @@
-"""Files that are either whole or not there."""
+"""Atomic file writes, checked tensor files and inter-process locks."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+# Errors of reading a damaged tensor file.
 DAMAGED = (
     RuntimeError,
     ValueError,
@@ -30,26 +31,31 @@ DAMAGED = (
     zipfile.BadZipFile,
     zlib.error,
     pickle.UnpicklingError,
-)  # what reading a file of tensors that is none may end in
-PART = ".everlearn-part"  # how a file ends that is being written: nobody's own file is taken for one
+)
+
+# Suffix of unfinished files, distinctive enough that no user's file has it.
+UNFINISHED_SUFFIX = ".everlearn-part"
+
+LOCK_IS_TAKEN = (errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES, errno.EDEADLK)
 
 
 def write(path: Path, *content: bytes | memoryview, mode: int | None = None) -> None:
-    """Write a file, of one piece or several, so that a killed process leaves the old one or the new one, never a part.
+    """Write a file atomically: a killed process leaves the old file or the new one, never a part.
 
     Args:
         path: the file.
-        content: its bytes.
-        mode: its permissions. By default those that ``open`` gives: a file that is there keeps its own, a new one has what
-            the umask of the process leaves.
+        content: its bytes, in one piece or several.
+        mode: its permissions. By default those that ``open`` would give: an existing file keeps its permissions, and a
+            new one follows the umask of the process.
     """
-    with suppress(FileNotFoundError):
-        mode = stat.S_IMODE(path.stat().st_mode) & 0o777 if mode is None else mode
-    handle, temporary = _opened_beside(path, 0o666 if mode is None else mode)
+    if mode is None:
+        with suppress(FileNotFoundError):
+            mode = stat.S_IMODE(path.stat().st_mode) & 0o777
+    handle, temporary = _create_temporary(path, 0o666 if mode is None else mode)
     try:
         with os.fdopen(handle, "wb") as file:
             if mode is not None:
-                os.chmod(temporary, mode)  # before there is anything to read in it
+                os.chmod(temporary, mode)  # before there is any content to read
             file.writelines(content)
             file.flush()
             os.fsync(file.fileno())
@@ -59,100 +65,105 @@ def write(path: Path, *content: bytes | memoryview, mode: int | None = None) -> 
         raise
 
 
-def _opened_beside(path: Path, mode: int) -> tuple[int, Path]:
-    """A new file beside one that shall be written; the umask, and what the folder says of its files, take from the mode."""
+def _create_temporary(path: Path, mode: int) -> tuple[int, Path]:
+    """Create a temporary file in the folder of ``path``; the umask and the folder's rules restrict the mode."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
     while True:
-        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{PART}")
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{UNFINISHED_SUFFIX}")
         with suppress(FileExistsError):
-            return os.open(
-                temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), mode
-            ), temporary
+            return os.open(temporary, flags, mode), temporary
 
 
-def parts(path: Path) -> list[Path]:
-    """What processes that were killed have left of writing this file."""
-    return sorted(path.parent.glob(f".{glob.escape(path.name)}.????????{PART}"))
+def unfinished_files(path: Path) -> list[Path]:
+    """List the temporary files that killed processes have left of writing this file."""
+    return sorted(path.parent.glob(f".{glob.escape(path.name)}.????????{UNFINISHED_SUFFIX}"))
 
 
 def save(state: Any, path: Path) -> Path:
-    """Write tensors, numbers and dicts of them, for ``torch.load(path, weights_only=True)``, whole or not at all."""
+    """Write tensors, numbers and dicts of them atomically, for ``torch.load(path, weights_only=True)``."""
     content = io.BytesIO()
-    usual = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(True)  # ``load`` looks at them
+
+    # ``load`` verifies the checksums, so they are written even if the user has switched them off.
+    computes_checksums = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(True)
     try:
         torch.save(state, content)
     finally:
-        torch.serialization.set_crc32_options(usual)
+        torch.serialization.set_crc32_options(computes_checksums)
     write(path, content.getvalue())
     return path
 
 
 def load(path: Path) -> Any:
-    """Read what ``save`` has written; anything else is refused by name, and nothing in it is executed.
+    """Read a file that ``save`` has written. Other files are refused, and no code in them is executed.
 
-    A bit that has turned since is found: every part of such a file has a checksum, which ``torch.load`` does not look at.
+    The checksum of every part is verified, which ``torch.load`` does not do.
     """
     try:
         content = path.read_bytes()
-        with zipfile.ZipFile(io.BytesIO(content)) as packed:
-            if (damaged := packed.testzip()) is not None:
-                raise ValueError(f"the checksum of {damaged} is wrong")
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            damaged_part = archive.testzip()
+            if damaged_part is not None:
+                raise ValueError(f"the checksum of {damaged_part} is wrong")
         return torch.load(io.BytesIO(content), weights_only=True)
     except FileNotFoundError:
         raise FileNotFoundError(f"There is no file {path}.") from None
     except DAMAGED as error:
         raise ValueError(
-            f"{path} is damaged, or no file of tensors and numbers ({type(error).__name__}): use an earlier copy of it."
+            f"{path} is damaged, or not a file of tensors and numbers ({type(error).__name__}): use an earlier copy."
         ) from None
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Inside, no other process is inside for the same file: for reading, changing and writing it.
+    """Wait for the exclusive lock of a file and hold it, to read, change and write the file.
 
-    The lock, which lies beside the file, is the system's: it ends with its process and knows no clock.
+    The lock is a file in the same folder. The operating system releases it when its process ends, so it never expires.
 
     Args:
-        path: the file.
+        path: the file to protect.
     """
     lock = path.with_name(f".{path.name}.lock")
     while True:
-        with exclusive_lock(lock, wait=True) as free:
-            if not free:
-                continue  # some systems give up waiting after a while
+        with exclusive_lock(lock, wait=True) as is_acquired:
+            if not is_acquired:
+                continue  # some systems stop waiting after a while
             try:
                 yield
             finally:
-                with suppress(OSError):  # some systems keep what is open
+                with suppress(OSError):  # some systems do not remove open files
                     lock.unlink()
             return
 
 
 @contextmanager
 def exclusive_lock(path: Path, wait: bool = False) -> Iterator[bool]:
-    """Inside, True where no other process is inside for the same file, however long that takes; False at once where one is.
+    """Hold an exclusive lock; yields False if another process holds it.
 
-    The system frees such a lock when its process ends, in whatever way. On disks that know no locks it is always True.
+    The operating system releases the lock when its process ends, in whatever way. On disks without locks it always
+    yields True.
 
     Args:
-        path: a file to lock, made if missing, with its folder, and left there; who is inside may remove it as the last thing.
-        wait: until it is free, instead.
+        path: the lock file. It is created with its folder if missing, and kept; the process that holds the lock may
+            remove it as its last action.
+        wait: wait for the lock instead of yielding False at once.
     """
     while True:
-        with _opened(path) as file:
+        with _open_lock_file(path) as file:
             try:
                 _lock(file.fileno(), wait)
             except OSError as error:
-                if error.errno in (errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES, errno.EDEADLK):
+                if error.errno in LOCK_IS_TAKEN:
                     yield False
                     return
-            if _is_at(path, file.fileno()):
-                yield True  # closing the file frees it
+            # The previous holder may have removed the file after it was opened here: then open the new one.
+            if _is_current_file(path, file.fileno()):
+                yield True  # closing the file releases the lock
                 return
 
 
-def _opened(path: Path) -> BinaryIO:
-    """The file, made if missing, with its folder, which somebody may take away at any moment."""
+def _open_lock_file(path: Path) -> BinaryIO:
+    """Open the file, created with its folder if missing; another process may remove the folder at any moment."""
     for _ in range(100):
         try:
             return path.open("ab")
@@ -161,14 +172,14 @@ def _opened(path: Path) -> BinaryIO:
                 path.parent.mkdir(parents=True, exist_ok=True)
         except OSError:
             break
-    writable_folder(path.parent)  # says why
+    writable_folder(path.parent)  # raises an error with the reason
     return path.open("ab")
 
 
-def _is_at(path: Path, handle: int) -> bool:
-    """Whether an open file is still the one at its path: a lock on one that was removed keeps nobody else out."""
+def _is_current_file(path: Path, handle: int) -> bool:
+    """Check that an open file is still the one at its path: a lock on a removed file excludes nobody."""
     if sys.platform == "win32":
-        return True  # there what is open cannot be removed
+        return True  # Windows does not remove open files
     try:
         return os.path.samestat(os.fstat(handle), path.stat())
     except FileNotFoundError:
@@ -187,7 +198,7 @@ def _lock(handle: int, wait: bool) -> None:
 
 
 def writable_folder(folder: str | os.PathLike[str]) -> Path:
-    """The folder, made if missing; an error before any work is done if nothing can be written there."""
+    """Create the folder if missing, and raise an error before any work is done if it is not writable."""
     path = Path(folder)
     if path.exists() and not path.is_dir():
         raise OSError(f"Cannot write to the folder {path}: it is a file; choose another one for the results.")

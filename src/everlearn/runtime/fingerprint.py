@@ -1,4 +1,4 @@
-"""A short word for a thing, another one when the thing is another: tells whether a run has been done before."""
+"""Content hash of arbitrary Python objects, to tell whether a run has been done before."""
 
 from __future__ import annotations
 
@@ -22,34 +22,42 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-KNOWN = {"everlearn", "torch", "numpy", *sys.stdlib_module_names}  # whose code their version speaks for
-LEAVES = (
+# Packages whose code is identified by their version, so that only names are hashed.
+VERSIONED_PACKAGES = {"everlearn", "torch", "numpy", *sys.stdlib_module_names}
+
+# Types whose repr() identifies the value.
+LEAF_TYPES = (
     *(bool, int, float, complex, str, bytes, PurePath, types.NoneType, types.EllipsisType),
     *(np.generic, np.dtype, torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
-NAMED = (
+
+# Types whose qualified name identifies the value.
+NAMED_TYPES = (
     *(types.BuiltinFunctionType, types.ModuleType, types.MethodDescriptorType, types.WrapperDescriptorType),
     *(types.GetSetDescriptorType, types.MemberDescriptorType, types.ClassMethodDescriptorType),
 )
-CACHED = type(cache(lambda: None))
-PASSING = {"training", "_compiled_call_impl"}  # what equal modules may differ in
+CACHED_FUNCTION = type(cache(lambda: None))
+IGNORED_MODULE_ATTRIBUTES = {"training", "_compiled_call_impl"}  # equal modules may differ in these
 
 
-class Unknowable(Exception):
-    """Something whose content cannot be read, such as a generator."""
+class Unhashable(Exception):
+    """Raised for an object whose content cannot be read."""
 
 
-class Maybe(NamedTuple):
-    """What counts by its type alone where it cannot be read."""
+class Lenient(NamedTuple):
+    """Value that is hashed by its type alone if its content cannot be read."""
 
-    thing: Any
+    value: Any
 
 
-def fingerprint(thing: Any) -> str | None:
-    """A word made of everything inside: bytes of tensors, code of functions, attributes of objects; None if unknowable.
+def fingerprint(value: Any) -> str | None:
+    """Hash all content of an object: bytes of tensors, code of functions, attributes of objects.
 
-    What an object reads from elsewhere, such as a Dataset from its files, is not looked at; nor is whether a module is in
-    training mode.
+    Data that an object reads from elsewhere, such as a Dataset from its files, is not included; nor is whether a module
+    is in training mode.
+
+    Returns:
+        A hexadecimal digest, or None if some content cannot be read.
 
     >>> fingerprint([torch.zeros(3), "a"]) == fingerprint([torch.zeros(3), "a"]) != fingerprint([torch.ones(3), "a"])
     True
@@ -60,186 +68,241 @@ def fingerprint(thing: Any) -> str | None:
     """
     digest = hashlib.blake2b(digest_size=8)
     try:
-        _feed(thing, digest.update)
-    except Unknowable:
+        _hash_recursively(value, digest.update)
+    except Unhashable:
         return None
     return digest.hexdigest()
 
 
-def _feed(thing: Any, update: Callable[[Any], None]) -> None:
-    """Hash a thing; one met before counts by its number, so that shared memory is read once and circles end.
+def _hash_recursively(root: Any, update: Callable[[Any], None]) -> None:
+    """Hash an object and all its parts. A repeated object is hashed by its number, so that cycles end.
 
-    Every word ends with a byte that no text has, and the numbers of bytes and parts come before these: [1, 23] is not [12, 3].
+    Every header ends with a byte that UTF-8 never contains, and counts of bytes and parts precede these, so that
+    [1, 23] and [12, 3] differ.
     """
-    seen: dict[Any, int] = {}
-    alive, waiting = list[Any](), [(thing, False)]  # not by recursion, which deep models would exhaust
-    while waiting:
-        thing, lenient = waiting.pop()
-        if isinstance(thing, Maybe):
-            thing, lenient = thing.thing, True
-        content, parts = b"", list[Any]()
-        if issubclass(type(thing), LEAVES):  # not isinstance, which a weak proxy of what is gone refuses
-            word = repr(thing)
-        elif (key := _key(thing)) in seen:
-            word = f"#{seen[key]}"
+    numbers: dict[Any, int] = {}
+    referenced: list[Any] = []  # keeps objects alive, or another object could get the id of a deleted one
+    stack = [(root, False)]  # a loop, because deep models would exhaust the recursion limit
+    while stack:
+        value, is_lenient = stack.pop()
+        if isinstance(value, Lenient):
+            value = value.value
+            is_lenient = True
+        content: Any = b""
+        parts: list[Any] = []
+
+        # issubclass, because isinstance raises for a weak proxy of a deleted object.
+        if issubclass(type(value), LEAF_TYPES):
+            header = repr(value)
+        elif (key := _identity(value)) in numbers:
+            header = f"#{numbers[key]}"
         else:
             if key is not None:
-                seen[key] = len(alive)
-                alive.append(thing)  # or another thing could get its id
+                numbers[key] = len(referenced)
+                referenced.append(value)
             try:
-                content, parts = _content(thing)
-            except Unknowable:
-                if not lenient:
+                content, parts = _read(value)
+            except Unhashable:
+                if not is_lenient:
                     raise
-                seen.pop(key, None)  # where it must be read, it is still unknowable
-            word = f"<{type(thing).__module__}.{type(thing).__qualname__}>{len(content)}:{len(parts)}"
-        update(word.encode() + b"\xff")
+                numbers.pop(key, None)  # where it is not lenient, the same object must still raise
+            header = f"<{type(value).__module__}.{type(value).__qualname__}>{len(content)}:{len(parts)}"
+
+        update(header.encode() + b"\xff")
         update(content)
-        waiting += [(part, lenient) for part in reversed(parts)]
+        stack += [(part, is_lenient) for part in reversed(parts)]
 
 
-def _key(thing: Any) -> Any:
-    """By what a thing is known again; None for tuples of plain values: whether two are one is up to Python and pickle."""
-    if type(thing) is tuple and all(isinstance(v, LEAVES) for v in thing):
+def _identity(value: Any) -> Any:
+    """Return a key that identifies the object when it is met again.
+
+    Tuples of plain values have none, since Python and pickle decide whether two equal ones are the same object.
+    """
+    if type(value) is tuple and all(isinstance(item, LEAF_TYPES) for item in value):
         return None
-    if issubclass(type(thing), Tensor):
-        with suppress(Exception):  # of one that has no memory of its own
-            if thing.data_ptr():
-                kind = type(thing), thing.dtype, thing.device, thing.requires_grad, thing.is_conj(), thing.is_neg()
-                return thing.data_ptr(), thing.shape, thing.stride(), kind
-    return id(thing)
+    if issubclass(type(value), Tensor):
+        with suppress(Exception):  # tensors without storage
+            if value.data_ptr():
+                kind = (
+                    type(value),
+                    value.dtype,
+                    value.device,
+                    value.requires_grad,
+                    value.is_conj(),
+                    value.is_neg(),
+                )
+                return value.data_ptr(), value.shape, value.stride(), kind
+    return id(value)
 
 
-def _content(thing: Any) -> tuple[Any, list[Any]]:
-    """Its bytes, if it is an array, and its parts; whatever goes wrong in foreign code makes it unknowable."""
+def _read(value: Any) -> tuple[Any, list[Any]]:
+    """Return the bytes of an array and the parts of any object; any error in foreign code makes it unhashable."""
     try:
-        if issubclass(type(thing), Tensor):
-            plain = thing.detach().resolve_conj().resolve_neg().cpu().contiguous().flatten()
-            content = plain.view(torch.uint8).numpy().data if plain.numel() else b""
-            return content, [list(thing.shape), thing.dtype, thing.requires_grad]
-        if isinstance(thing, np.ndarray) and not thing.dtype.hasobject:
-            content = np.ascontiguousarray(thing).reshape(-1).view(np.uint8).data if thing.size else b""
-            return content, [list(thing.shape), thing.dtype]
-        return b"", _parts(thing)
-    except Unknowable:
+        if issubclass(type(value), Tensor):
+            flat = value.detach().resolve_conj().resolve_neg().cpu().contiguous().flatten()
+            content = flat.view(torch.uint8).numpy().data if flat.numel() else b""
+            return content, [list(value.shape), value.dtype, value.requires_grad]
+        if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+            content = np.ascontiguousarray(value).reshape(-1).view(np.uint8).data if value.size else b""
+            return content, [list(value.shape), value.dtype]
+        return b"", _parts(value)
+    except Unhashable:
         raise
     except Exception as error:
-        raise Unknowable(type(thing).__name__) from error
+        raise Unhashable(type(value).__name__) from error
 
 
-def _parts(thing: Any) -> list[Any]:
-    if isinstance(thing, np.ndarray):
-        return [thing.tolist()]
-    if isinstance(thing, Mapping):
-        return [part for item in thing.items() for part in item]
-    if isinstance(thing, (list, tuple, range, deque)):
-        return list(thing)
-    if isinstance(thing, (set, frozenset)):
-        return _sorted(thing)
-    if isinstance(thing, torch.Generator):
-        return [thing.get_state()]
-    if isinstance(thing, random.Random):
-        return [type(thing), thing.getstate()]
-    if isinstance(thing, partial):
-        return [thing.func, thing.args, thing.keywords]
-    if isinstance(thing, CACHED):
-        return [thing.__wrapped__]
-    if isinstance(thing, types.MethodType):
-        return [thing.__self__, thing.__func__]
-    if isinstance(thing, types.FunctionType):
-        closure = [None if cell == types.CellType() else cell.cell_contents for cell in thing.__closure__ or ()]
-        return [thing.__qualname__, thing.__code__, thing.__defaults__, thing.__kwdefaults__, closure]
-    if isinstance(thing, types.CodeType):
-        return [thing.co_code, thing.co_names, list(thing.co_consts)]
-    if isinstance(thing, type):
-        own = [] if _package(thing) in KNOWN else _code(thing)
-        return [thing.__module__, thing.__qualname__, *own, *thing.__bases__]
-    if isinstance(thing, NAMED):
-        return [getattr(thing, "__module__", ""), getattr(thing, "__qualname__", thing.__name__)]
-    if isinstance(thing, weakref.ref):  # in a copied model it still points into the first one
-        return [type(thing())]
-    if isinstance(thing, logging.Logger):
-        return [thing.name]
-    if isinstance(thing, RemovableHandle):  # counted through all models of a process
+def _parts(value: Any) -> list[Any]:
+    """Split an object by its type into parts that are hashed in turn."""
+    # Containers.
+    if isinstance(value, np.ndarray):
+        return [value.tolist()]
+    if isinstance(value, Mapping):
+        return [part for item in value.items() for part in item]
+    if isinstance(value, (list, tuple, range, deque)):
+        return list(value)
+    if isinstance(value, (set, frozenset)):
+        return _sort(value)
+
+    # Random generators.
+    if isinstance(value, torch.Generator):
+        return [value.get_state()]
+    if isinstance(value, random.Random):
+        return [type(value), value.getstate()]
+
+    # Functions and their code.
+    if isinstance(value, partial):
+        return [value.func, value.args, value.keywords]
+    if isinstance(value, CACHED_FUNCTION):
+        return [value.__wrapped__]
+    if isinstance(value, types.MethodType):
+        return [value.__self__, value.__func__]
+    if isinstance(value, types.FunctionType):
+        empty_cell = types.CellType()
+        closure = [None if cell == empty_cell else cell.cell_contents for cell in value.__closure__ or ()]
+        return [value.__qualname__, value.__code__, value.__defaults__, value.__kwdefaults__, closure]
+    if isinstance(value, types.CodeType):
+        return [value.co_code, value.co_names, list(value.co_consts)]
+
+    # Classes and everything that is known by its name.
+    if isinstance(value, type):
+        code = [] if _package(value) in VERSIONED_PACKAGES else _class_code(value)
+        return [value.__module__, value.__qualname__, *code, *value.__bases__]
+    if isinstance(value, NAMED_TYPES):
+        return [getattr(value, "__module__", ""), getattr(value, "__qualname__", value.__name__)]
+    if isinstance(value, weakref.ref):  # in a copied model it still refers to the original
+        return [type(value())]
+    if isinstance(value, logging.Logger):
+        return [value.name]
+    if isinstance(value, RemovableHandle):  # its number counts through all models of the process
         return []
-    return _object(thing)
+    return _object_parts(value)
 
 
-def _sorted(things: set[Any] | frozenset[Any]) -> list[Any]:
-    """In an order that does not depend on where they are in memory."""
-    if len(things) > 1 and any(" at 0x" in repr(thing) for thing in things):
-        raise Unknowable("a set of objects")
-    return sorted(things, key=repr)
+def _sort(items: set[Any] | frozenset[Any]) -> list[Any]:
+    """Sort a set in an order that does not depend on memory addresses."""
+    if len(items) > 1 and any(" at 0x" in repr(item) for item in items):
+        raise Unhashable("a set of objects")
+    return sorted(items, key=repr)
 
 
-def _object(thing: Any) -> list[Any]:
-    """The attributes of anything else; of a type without any, if it comes with Python or numpy, what pickle would take."""
-    if isinstance(thing, nn.Module):
-        return [type(thing), _module(thing)]
-    slots = [name for kind in type(thing).__mro__ for name in _slots(kind)]
-    held = [(name, getattr(thing, name, None)) for name in slots]
-    if isinstance(thing, io.IOBase) or not (slots or hasattr(thing, "__dict__") or _package(type(thing)) in KNOWN):
-        raise Unknowable(type(thing).__name__)
-    if slots or hasattr(thing, "__dict__"):
-        return [type(thing), _lasting(getattr(thing, "__dict__", {})), held]
-    reduce = copyreg.dispatch_table.get(type(thing))
-    reduced = thing.__reduce_ex__(4) if reduce is None else reduce(thing)
-    return [type(thing), *([reduced] if isinstance(reduced, str) else _lists(reduced))]
+def _object_parts(value: Any) -> list[Any]:
+    """Return the type and attributes of an object, or its pickle state for built-in types without attributes."""
+    if isinstance(value, nn.Module):
+        return [type(value), _module_attributes(value)]
+
+    slots = [name for base in type(value).__mro__ for name in _slots(base)]
+    slot_values = [(name, getattr(value, name, None)) for name in slots]
+    has_attributes = bool(slots) or hasattr(value, "__dict__")
+    if isinstance(value, io.IOBase) or not (has_attributes or _package(type(value)) in VERSIONED_PACKAGES):
+        raise Unhashable(type(value).__name__)
+    if has_attributes:
+        return [type(value), _stable_attributes(getattr(value, "__dict__", {})), slot_values]
+
+    reduce = copyreg.dispatch_table.get(type(value))
+    reduced = value.__reduce_ex__(4) if reduce is None else reduce(value)
+    if isinstance(reduced, str):
+        return [type(value), reduced]
+    return [type(value), *(list(item) if isinstance(item, Iterator) else item for item in reduced)]
 
 
-def _lasting(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """By name, since copies may have them in another order; without Python's hashes, which are others in every process."""
-    own = sorted(attributes.items())
-    return {n: v for n, v in own if not (_is_pythons(n) or (n.endswith("_hash") and isinstance(v, int)))}
+def _stable_attributes(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Sort attributes by name, as copies may reorder them, without hash values, which change between processes."""
+    stable = {}
+    for name, value in sorted(attributes.items()):
+        is_hash = name.endswith("_hash") and isinstance(value, int)
+        if not _is_internal(name) and not is_hash:
+            stable[name] = value
+    return stable
 
 
-def _lists(values: tuple[Any, ...]) -> list[Any]:
-    return [list(v) if isinstance(v, Iterator) else v for v in values]
+def _slots(cls: type) -> list[str]:
+    """List the slots that a class declares, with private names mangled as Python does."""
+    declared = vars(cls).get("__slots__", ())
+    names = [declared] if isinstance(declared, str) else [*declared]
+    class_name = cls.__name__.lstrip("_")
+    slots = []
+    for name in names:
+        if name in ("__dict__", "__weakref__"):
+            continue
+        slots.append(f"_{class_name}{name}" if name.startswith("__") else name)
+    return slots
 
 
-def _slots(kind: type) -> list[str]:
-    given = vars(kind).get("__slots__", ())
-    names = [given] if isinstance(given, str) else [*given]
-    own = kind.__name__.lstrip("_")
-    return [f"_{own}{n}" if n.startswith("__") else n for n in names if n not in ("__dict__", "__weakref__")]
+def _module_attributes(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes of a module, with hooks renumbered by their order.
 
-
-def _module(module: nn.Module) -> dict[str, Any]:
-    """What a module is made of; hooks, which torch numbers through all models of a process, by their order."""
-    if "_orig_mod" in module._modules:  # compiled: the compiler's own things tell nothing about the model
-        return {"_orig_mod": module._modules["_orig_mod"]}
-    made = {name: value for name, value in _lasting(vars(module)).items() if name not in PASSING}
-    hooks = {n: v for n, v in made.items() if isinstance(v, dict) and "hooks" in n and all(type(k) is int for k in v)}
-    rank = {number: i for i, number in enumerate(sorted({number for held in hooks.values() for number in held}))}
-    return made | {name: {rank[k]: v for k, v in held.items()} for name, held in hooks.items()}
-
-
-def _code(kind: type) -> list[Any]:
-    """Its functions and attributes; of a class that somebody else's package brings, the file, since libraries decorate
-    theirs beyond reading. An attribute that cannot be read must not make every object of its class unknowable.
+    Torch numbers hooks through all models of a process, so that equal models may have different numbers.
     """
-    if (source := _installed(kind.__module__)) is not None:
-        return [source]
-    functions = [v for v in vars(kind).values() if isinstance(v, types.FunctionType)]
-    others = {
-        name: Maybe(_opened(value))
-        for name, value in vars(kind).items()
-        if not isinstance(value, types.FunctionType) and (_is_opened(value) or not _is_pythons(name))
+    if "_orig_mod" in module._modules:  # compiled: attributes of the compiler say nothing about the model
+        return {"_orig_mod": module._modules["_orig_mod"]}
+
+    attributes = {
+        name: value for name, value in _stable_attributes(vars(module)).items() if name not in IGNORED_MODULE_ATTRIBUTES
     }
-    return [*functions, others]
+    hook_dicts = {name: value for name, value in attributes.items() if _is_hook_dict(name, value)}
+    hook_ids = sorted({hook_id for hooks in hook_dicts.values() for hook_id in hooks})
+    position = {hook_id: i for i, hook_id in enumerate(hook_ids)}
+    for name, hooks in hook_dicts.items():
+        attributes[name] = {position[hook_id]: hook for hook_id, hook in hooks.items()}
+    return attributes
 
 
-def _is_pythons(name: str) -> bool:
-    """Whether Python keeps its own books under this name."""
+def _is_hook_dict(name: str, value: Any) -> bool:
+    return isinstance(value, dict) and "hooks" in name and all(type(key) is int for key in value)
+
+
+def _class_code(cls: type) -> list[Any]:
+    """Return the functions and attributes of a class; for a class of an installed library, its file's digest.
+
+    Libraries decorate their classes in ways that cannot be read. An attribute that cannot be read must not make every
+    object of its class unhashable.
+    """
+    source_digest = _library_digest(cls.__module__)
+    if source_digest is not None:
+        return [source_digest]
+
+    functions = []
+    attributes = {}
+    for name, value in vars(cls).items():
+        if isinstance(value, types.FunctionType):
+            functions.append(value)
+        elif _is_descriptor(value) or not _is_internal(name):
+            attributes[name] = Lenient(_unwrap_descriptor(value))
+    return [*functions, attributes]
+
+
+def _is_internal(name: str) -> bool:
+    """Whether Python uses this name for its own bookkeeping."""
     return name == "_abc_impl" or (name.startswith("__") and name.endswith("__"))
 
 
-def _is_opened(value: Any) -> bool:
+def _is_descriptor(value: Any) -> bool:
     return isinstance(value, (property, staticmethod, classmethod, cached_property))
 
 
-def _opened(value: Any) -> Any:
-    """The functions inside."""
+def _unwrap_descriptor(value: Any) -> Any:
+    """Return the functions inside a descriptor, and any other value unchanged."""
     if isinstance(value, property):
         return [value.fget, value.fset]
     if isinstance(value, (staticmethod, classmethod)):
@@ -248,13 +311,13 @@ def _opened(value: Any) -> Any:
 
 
 @cache
-def _installed(module: str) -> str | None:
-    """A word for a module's source, if it was installed like a library; None if it is the user's own."""
+def _library_digest(module: str) -> str | None:
+    """Return the digest of a module's source if it is an installed library; None for the user's own code."""
     file = getattr(sys.modules.get(module), "__file__", None)
     if file is None or not {"site-packages", "dist-packages"} & {*Path(file).parts}:
         return None
     return hashlib.blake2b(Path(file).read_bytes()).hexdigest()
 
 
-def _package(kind: type) -> str:
-    return kind.__module__.split(".")[0] if kind.__module__ != "__main__" else ""
+def _package(cls: type) -> str:
+    return cls.__module__.split(".")[0] if cls.__module__ != "__main__" else ""

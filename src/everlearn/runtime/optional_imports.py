@@ -1,24 +1,26 @@
-"""Packages that not everybody needs: asked for when they are, by the extra that brings them."""
+"""Import optional packages, with an error that names the extra to install."""
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import Any
 
-PACKAGES = {"PIL": "Pillow"}  # whose module has another name
+PACKAGES = {"PIL": "Pillow"}  # packages whose module has a different name
 
 
-def needs(module: str, extra: str, purpose: str = "This") -> Any:
-    """The module, or an error that says how to get it.
+def import_optional(module: str, extra: str, purpose: str = "This") -> Any:
+    """Import a module, or raise an error that says how to install it.
 
-    >>> needs("no_such_package", "tune", "Tuning")
+    >>> import_optional("no_such_package", "tune", "Tuning")  # doctest: +NORMALIZE_WHITESPACE
     Traceback (most recent call last):
-    ImportError: Tuning needs no_such_package, which is not here (No module named 'no_such_package'): pip install 'everlearn[tune]'.
+    ImportError: Tuning needs no_such_package, which is not installed (No module named 'no_such_package'):
+        pip install 'everlearn[tune]'.
     """
     try:
         return import_module(module)
     except ImportError as error:
-        package = PACKAGES.get(name := module.split(".")[0], name)
+        top_module = module.split(".")[0]
+        package = PACKAGES.get(top_module, top_module)
         raise ImportError(
-            f"{purpose} needs {package}, which is not here ({error}): pip install 'everlearn[{extra}]'."
+            f"{purpose} needs {package}, which is not installed ({error}): pip install 'everlearn[{extra}]'."
         ) from error

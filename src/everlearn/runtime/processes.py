@@ -1,4 +1,4 @@
-"""Processes that do not outlive who has started them."""
+"""Terminate worker processes when their parent exits."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import threading
 
 
 def end_with_parent() -> None:
-    """Have this process, one of ``multiprocessing``'s, end with the one that has started it, in whatever way that ends.
+    """Terminate this ``multiprocessing`` worker when the process that created it ends, in whatever way.
 
-    Its parent by the system's count may be a server that only makes processes, and outlives who has asked for them.
+    The operating system's parent may be a fork server, which outlives the process that requested the worker.
     """
     parent = multiprocessing.parent_process()
 
-    def watch() -> None:
+    def wait_for_parent() -> None:
         if parent is not None:
             parent.join()
             os._exit(1)
 
-    threading.Thread(target=watch, daemon=True).start()
+    threading.Thread(target=wait_for_parent, daemon=True).start()

@@ -1,4 +1,4 @@
-"""One seed, many independent random sequences: stream, model, batches, augmentation and memory never share one."""
+"""Independent random sequences from one seed: stream, model, batches, augmentation and memory never share one."""
 
 from __future__ import annotations
 
@@ -7,72 +7,95 @@ import operator
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 
+class RandomStates(NamedTuple):
+    """Global random states of torch, numpy and Python.
+
+    Args:
+        cpu: state of torch on the CPU.
+        numpy: state of ``numpy.random``.
+        python: state of ``random``.
+        cuda: a CUDA device and its state, if there is one.
+    """
+
+    cpu: torch.Tensor
+    numpy: tuple[Any, ...]
+    python: tuple[Any, ...]
+    cuda: tuple[Any, torch.Tensor] | None
+
+
 def derive(seed: int, *purpose: str | int) -> int:
-    """A seed for one purpose, independent of those for all others.
+    """Derive a seed for one purpose, independent of those for all other purposes.
 
     >>> derive(0, "batches", 3) == derive(0, "batches", 3) != derive(0, "model")
     True
     """
     digest = hashlib.blake2b(repr((operator.index(seed), *purpose)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1  # torch takes 63 bits
+    return int.from_bytes(digest, "big") >> 1  # torch accepts 63 bits
 
 
 def generator(seed: int, *purpose: str | int) -> torch.Generator:
-    """A torch generator of its own for one purpose."""
+    """Create a torch generator for one purpose."""
     return torch.Generator().manual_seed(derive(seed, *purpose))
 
 
 def reseed(seed: int) -> None:
-    """Set the global random states: torch on the CPU, numpy, random."""
+    """Seed the global random states: torch on the CPU, numpy, random."""
     torch.default_generator.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
 
 
-def states(device: torch.device | None = None) -> tuple[Any, ...]:
-    """The global random states as they are: torch on the CPU and the device, numpy, random."""
-    cuda = device if device is not None and device.type == "cuda" else None
-    own = None if cuda is None else (cuda, torch.cuda.get_rng_state(cuda))
-    return torch.get_rng_state(), np.random.get_state(), random.getstate(), own
+def get_random_states(device: torch.device | None = None) -> RandomStates:
+    """Return the global random states: torch on the CPU and the device, numpy, random."""
+    cuda = None
+    if device is not None and device.type == "cuda":
+        cuda = (device, torch.cuda.get_rng_state(device))
+    return RandomStates(torch.get_rng_state(), np.random.get_state(), random.getstate(), cuda)
 
 
-def restore(before: tuple[Any, ...]) -> None:
-    """Put random states back."""
-    torch.set_rng_state(before[0])
-    np.random.set_state(before[1])
-    random.setstate(before[2])
-    if before[3] is not None:
-        torch.cuda.set_rng_state(before[3][1], before[3][0])
+def restore_random_states(saved: RandomStates) -> None:
+    """Restore global random states."""
+    torch.set_rng_state(saved.cpu)
+    np.random.set_state(saved.numpy)
+    random.setstate(saved.python)
+    if saved.cuda is not None:
+        device, state = saved.cuda
+        torch.cuda.set_rng_state(state, device)
 
 
-def pack(before: tuple[Any, ...]) -> list[Any]:
-    """Random states as tensors and numbers, for a file."""
-    cpu, (kind, keys, *rest), python, own = before
-    return [cpu, [kind, torch.from_numpy(keys.astype(np.int64)), *rest], list(python[1]), python[2], own and own[1]]
+def pack_random_states(saved: RandomStates) -> list[Any]:
+    """Convert random states to tensors and numbers, for a file."""
+    algorithm, keys, *position = saved.numpy
+    numpy_state = [algorithm, torch.from_numpy(keys.astype(np.int64)), *position]
+    _, numbers, next_gauss = saved.python
+    cuda_state = None if saved.cuda is None else saved.cuda[1]
+    return [saved.cpu, numpy_state, list(numbers), next_gauss, cuda_state]
 
 
-def unpack(content: list[Any], device: torch.device | None = None) -> tuple[Any, ...]:
-    """Random states from such a file."""
-    cpu, (kind, keys, *rest), numbers, gauss, own = content
-    numpys = (kind, keys.numpy().astype(np.uint32), *rest)
-    return cpu, numpys, (random.getstate()[0], tuple(numbers), gauss), own if own is None else (device, own)
+def unpack_random_states(content: list[Any], device: torch.device | None = None) -> RandomStates:
+    """Convert the content of such a file back to random states."""
+    cpu_state, (algorithm, keys, *position), numbers, next_gauss, cuda_state = content
+    numpy_state = (algorithm, keys.numpy().astype(np.uint32), *position)
+    python_state = (random.getstate()[0], tuple(numbers), next_gauss)
+    cuda = None if cuda_state is None else (device, cuda_state)
+    return RandomStates(cpu_state, numpy_state, python_state, cuda)
 
 
 @contextmanager
 def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
-    """Run code on random states of its own (torch on the CPU and the device, numpy, random) and put the old ones back."""
-    before = states(device)
+    """Run code with freshly seeded global random states (torch, numpy, random), then restore the previous ones."""
+    saved = get_random_states(device)
     reseed(seed)
-    if before[3] is not None:
-        with torch.cuda.device(before[3][0]):
+    if saved.cuda is not None:
+        with torch.cuda.device(saved.cuda[0]):
             torch.cuda.manual_seed(seed)
     try:
         yield
     finally:
-        restore(before)
+        restore_random_states(saved)

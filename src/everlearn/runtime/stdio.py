@@ -1,4 +1,4 @@
-"""Standard input, output and error of a command whose work does not depend on who listens."""
+"""Standard streams that never fail: a command finishes even if nobody reads its output."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-GONE = {errno.EPIPE, errno.EINVAL} if sys.platform == "win32" else {errno.EPIPE}  # whoever read has gone
+# Error numbers that say that the reader of a pipe has closed it.
+READER_CLOSED = {errno.EPIPE, errno.EINVAL} if sys.platform == "win32" else {errno.EPIPE}
 
 
 class _Output(io.RawIOBase):
-    """A raw stream that takes what is written also after its reader has gone, or its disk is full.
+    """Raw stream that discards output once its reader has closed the pipe or its disk is full.
 
     Args:
-        stream: whose file this writes to as long as that works; it is kept, since it closes its file when it goes.
+        stream: the stream to write to. A reference is kept, because a stream closes its file when it is deleted.
     """
 
     def __init__(self, stream: io.TextIOWrapper) -> None:
         self._stream = stream
         self._raw = _raw(stream)
         self._broken = False
-        self.error: OSError | None = None  # why something was lost that somebody may still wait for
+        self.error: OSError | None = None  # why output was lost, unless its reader closed the pipe
 
     def writable(self) -> bool:
         return True
@@ -37,25 +38,25 @@ class _Output(io.RawIOBase):
     def write(self, content: Any) -> int | None:
         if not self._broken:
             try:
-                written: int | None = self._raw.write(content)
-                return written
+                byte_count: int | None = self._raw.write(content)
+                return byte_count
             except OSError as error:
                 self._broken = True
-                self.error = None if error.errno in GONE else error
+                self.error = None if error.errno in READER_CLOSED else error
         return len(content)
 
 
 def survive_closed_streams() -> None:
-    """Have the standard streams of this process never fail, whether closed from the start or later."""
+    """Replace the standard streams of this process with ones that never fail, whether closed now or later."""
     _open_standard_files()
     if sys.stdin is None:
         sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115 - for as long as the process lives
-    sys.stdout = _lasting(sys.stdout)
-    sys.stderr = _lasting(sys.stderr)
+    sys.stdout = _make_robust(sys.stdout)
+    sys.stderr = _make_robust(sys.stderr)
 
 
 def output_error() -> OSError | None:
-    """Why standard output could not be written where its reader is still there, as on a full disk; None where all is well."""
+    """Return why standard output was lost, as on a full disk; None if it was written or its reader closed it."""
     with suppress(ValueError):
         sys.stdout.flush()
     raw = _raw(sys.stdout)
@@ -63,39 +64,42 @@ def output_error() -> OSError | None:
 
 
 def _raw(stream: Any) -> Any:
-    """The stream below the text and the buffer, if any."""
+    """Return the raw stream below the text layer and the buffer, if any."""
     buffer = getattr(stream, "buffer", None)
     return getattr(buffer, "raw", buffer)
 
 
 def _open_standard_files() -> None:
-    """Give the three numbers that every program may read and write a file each, or the next file opened would get one."""
-    for number in range(3):
+    """Open the null device for each closed standard descriptor, or the next opened file would take its number."""
+    for descriptor in range(3):
         try:
-            os.fstat(number)
+            os.fstat(descriptor)
         except OSError:
-            nowhere = os.open(os.devnull, os.O_RDWR)
-            os.dup2(nowhere, number)
-            os.set_inheritable(number, True)  # processes that this one starts have it too
-            if nowhere != number:
-                os.close(nowhere)
+            null_device = os.open(os.devnull, os.O_RDWR)
+            os.dup2(null_device, descriptor)
+            os.set_inheritable(descriptor, True)  # child processes need it too
+            if null_device != descriptor:
+                os.close(null_device)
 
 
-def _lasting(stream: Any) -> Any:
-    """The stream, or one that writes to it for as long as that works."""
+def _make_robust(stream: Any) -> Any:
+    """Wrap a text stream in one that never fails."""
     if stream is None:  # it was closed when Python started
         return open(os.devnull, "w", encoding="utf-8")
     if not isinstance(stream, io.TextIOWrapper):
-        return stream  # somebody has put one of their own there
+        return stream  # replaced by the caller, such as a test's capture
     if isinstance(_raw(stream), _Output):
         return stream
+
     with suppress(OSError):
         stream.flush()
-    lasting = _Output(stream)
+    output: Any = _Output(stream)
+    if _raw(stream) is not stream.buffer:  # python -u has no buffer
+        output = io.BufferedWriter(output)
     return io.TextIOWrapper(
-        lasting if _raw(stream) is stream.buffer else io.BufferedWriter(lasting),  # python -u buffers nothing
+        output,
         encoding=stream.encoding,
-        errors="replace",  # a terminal that knows no ± gets a question mark, not a traceback
+        errors="replace",  # a terminal without ± shows a question mark instead of a traceback
         line_buffering=stream.line_buffering,
         write_through=stream.write_through,
     )

@@ -1,4 +1,4 @@
-"""A command that several processes run as one, as torchrun starts them."""
+"""Run a command in several processes that torchrun starts."""
 
 from __future__ import annotations
 
@@ -10,19 +10,23 @@ import torch
 import torch.distributed as dist
 
 
-def together(command: Callable[[], int]) -> int:
-    """Run a command; under torchrun together with the other processes, of which the first one speaks."""
+def run_distributed(command: Callable[[], int]) -> int:
+    """Run a command and return its exit code; under torchrun as one of several processes, of which rank 0 prints."""
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         return command()
+
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))  # so that 'cuda' is another one in each process
+        # 'cuda' then means a different GPU in each process.
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         dist.init_process_group("cpu:gloo,cuda:nccl")
     else:
         dist.init_process_group("gloo")
     if dist.get_rank():
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - for as long as the process lives
+
     code = command()
+    # A process that exits early would close the connections of the others. After a failure there is no waiting.
     if code == 0:
-        dist.barrier()  # who leaves early would take the others' connections along; after a failure nobody waits
+        dist.barrier()
     dist.destroy_process_group()
     return code

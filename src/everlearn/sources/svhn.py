@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from everlearn.runtime.optional_imports import needs
+from everlearn.runtime.optional_imports import import_optional
 from everlearn.sources.checksums import File, Layout, PublishedDataset
 from everlearn.sources.labeled_data import Data, Pair
 
@@ -30,7 +30,7 @@ def _read_digits(path: Path) -> Pair:
 
 def read_mat(path: Path, keys: tuple[str, ...]) -> dict[str, np.ndarray]:
     """Read the named arrays of a Matlab file."""
-    io = needs("scipy.io", "data", "Reading Matlab files (.mat)")
+    io = import_optional("scipy.io", "data", "Reading Matlab files (.mat)")
     try:
         stored = io.loadmat(path, variable_names=keys)
         return {key: stored[key] for key in keys}

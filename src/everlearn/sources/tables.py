@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from everlearn.runtime.optional_imports import needs
+from everlearn.runtime.optional_imports import import_optional
 from everlearn.sources.labeled_data import Data, first_few, hold_back, numbered, to_float32
 
 Columns = dict[str, np.ndarray]
@@ -98,7 +98,7 @@ def _infer_type(cells: np.ndarray) -> np.ndarray:
 
 
 def _read_parquet(path: Path) -> Columns:
-    parquet = needs("pyarrow.parquet", "data", "Reading Parquet files")
+    parquet = import_optional("pyarrow.parquet", "data", "Reading Parquet files")
     try:
         stored = parquet.read_table(path)
     except (OSError, ValueError) as error:  # pyarrow's errors are subclasses of ValueError

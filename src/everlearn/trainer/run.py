@@ -21,10 +21,10 @@ from everlearn.core.method import Method
 from everlearn.core.stream import Stream
 from everlearn.core.task import Split
 from everlearn.results.provenance import provenance
-from everlearn.results.result import Result, amount, file_name
+from everlearn.results.result import Result, file_name, format_score
 from everlearn.runtime import files
 from everlearn.runtime.distributed import broadcast_object, rank
-from everlearn.runtime.randomness import derive, restore, seeded, states
+from everlearn.runtime.randomness import derive, get_random_states, restore_random_states, seeded
 from everlearn.trainer.checkpoints import CheckpointEvery, Unusable, checkpoints_of
 from everlearn.trainer.config import build, configuration
 from everlearn.trainer.settings import (
@@ -125,7 +125,7 @@ def run(
         return stream_training
 
     with seeded(derive(seed, "model"), random_device):
-        initial_random = states(random_device)
+        initial_random = get_random_states(random_device)
         model, method = create()
         config = broadcast_object(configuration(stream, method, model, training, optimizer, keep_optimizer, split))
         checkpoints = checkpoints_of(folder, config, stream, checkpoint)
@@ -176,19 +176,19 @@ def _learn_from_checkpoints(
         method: the method of the first attempt.
         initial_random: the random states before the first model was created.
     """
-    random_after_creation = states(device_of(model))
+    random_after_creation = get_random_states(device_of(model))
     while True:
         try:
             return learn(model, method)
         except Unusable as error:
             warnings.warn(str(error), stacklevel=3)
             partly_loaded = model
-            restore(initial_random)
+            restore_random_states(initial_random)
             model, method = create()
             # A function that returns the same module each time cannot give a new one; a new process can.
             if model is partly_loaded:
                 raise
-            restore(random_after_creation)
+            restore_random_states(random_after_creation)
 
 
 def _train_remaining(stream_training: StreamTraining, name: str, progress: bool | None, score: str) -> None:
@@ -214,7 +214,7 @@ def _train_remaining(stream_training: StreamTraining, name: str, progress: bool 
             stream_training.close()
             bar.update()
             if stream_training.rows:
-                bar.set_postfix_str(f"so far {amount(stream_training.average_so_far, score)}")
+                bar.set_postfix_str(f"so far {format_score(stream_training.average_so_far, score)}")
 
 
 def finished(folder: Path, config: dict[str, Any]) -> Result | None:

@@ -17,7 +17,12 @@ from everlearn.core.stream import Stream
 from everlearn.core.task import Split, Task
 from everlearn.results.result import Result
 from everlearn.runtime import distributed
-from everlearn.runtime.randomness import pack, restore, states, unpack
+from everlearn.runtime.randomness import (
+    get_random_states,
+    pack_random_states,
+    restore_random_states,
+    unpack_random_states,
+)
 from everlearn.trainer.checkpoints import Checkpoints, State
 from everlearn.trainer.cost import Clock, peak_memory, reset_peak_memory, state_bytes
 from everlearn.trainer.evaluate import evaluate_and_count
@@ -79,7 +84,7 @@ class StreamTraining:
         self._device = device_of(model)
         self._clock = Clock()
         self._initial_memory = reset_peak_memory(self._device)
-        self._cost_by_task: dict[str, list[Any]] = {"parameters": [], "state_bytes": [], "facts": []}
+        self._cost_by_task: dict[str, list[Any]] = {"parameters": [], "state_bytes": [], "diagnostics": []}
         self._current_optimizer: OptimizerFactory | Optimizer = optimizer
         self._num_initial_groups = 0  # parameter groups that the optimizer's factory created
         self._checkpoints = checkpoints
@@ -105,7 +110,7 @@ class StreamTraining:
             if resumed is None:
                 self._num_initial_groups = len(task_training.optimizer.param_groups)
             else:
-                self._num_initial_groups = resumed["optimizer"]["made"]
+                self._num_initial_groups = resumed["optimizer"]["num_initial_groups"]
         self._current_optimizer = task_training.optimizer
 
         # A network that has grown within its task cannot be restored from the start of the task.
@@ -150,7 +155,7 @@ class StreamTraining:
         self.trackers.record_task(self.rows[-1], self.learned)
         self._cost_by_task["parameters"].append(count_parameters(self.model, self.method))
         self._cost_by_task["state_bytes"].append(state_bytes(self.method.state_dict()))
-        self._cost_by_task["facts"].append(self.method.diagnostics())
+        self._cost_by_task["diagnostics"].append(self.method.diagnostics())
         if self._checkpoints is not None and later_tasks:
             self._checkpoints.write(self.at, 0, self._state())
 
@@ -175,7 +180,7 @@ class StreamTraining:
             "model": model_state(self.model),
             "method": self.method.state_dict(),
             "optimizer": optimizer,
-            "random": pack(states(self._device)),
+            "random": pack_random_states(get_random_states(self._device)),
         }
 
     def _state_within_task(self, task_training: TaskTraining) -> State:
@@ -218,11 +223,11 @@ class StreamTraining:
         load_model(self.model, task_start["model"])
         self.method.load_state_dict(task_start["method"])
         if task_start["optimizer"] is not None:
-            self._num_initial_groups = task_start["optimizer"]["made"]
+            self._num_initial_groups = task_start["optimizer"]["num_initial_groups"]
             self._current_optimizer = rebuild_optimizer(
                 task_start["optimizer"], self.optimizer, self.model, self.method
             )
-        restore(unpack(task_start["random"], self._device))
+        restore_random_states(unpack_random_states(task_start["random"], self._device))
 
     @property
     def learned(self) -> int:

@@ -19,7 +19,7 @@ from everlearn.core.method import Method
 from everlearn.core.parameters import is_sharded
 from everlearn.core.task import Task, as_task
 from everlearn.runtime import distributed
-from everlearn.runtime.randomness import restore, unpack
+from everlearn.runtime.randomness import restore_random_states, unpack_random_states
 from everlearn.trainer.cost import Clock
 from everlearn.trainer.serialization import load_model, rebuild_optimizer
 from everlearn.trainer.settings import (
@@ -184,7 +184,7 @@ class TaskTraining:
         self.optimizer.load_state_dict(resumed["optimizer"]["state"])
         if self.schedule is not None:
             self.schedule.load_state_dict(resumed["schedule"])
-        restore(unpack(resumed["random"], device_of(self.model)))
+        restore_random_states(unpack_random_states(resumed["random"], device_of(self.model)))
 
     def steps(self) -> Iterator[float]:
         """Take the remaining steps and yield the loss after each."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from typing import Any
 
-from everlearn.runtime.optional_imports import needs
+from everlearn.runtime.optional_imports import import_optional
 from everlearn.tuning.trials import Trial
 from everlearn.tuning.tune import Tuned
 
@@ -16,7 +16,7 @@ def png(tuned: Tuned) -> bytes:
     """Plot scores against each tuned field, and old against new tasks; returns a PNG file."""
     trials = [trial for trial in tuned.trials if trial.score is not None]
     num_panels = len(tuned.dimensions) + 1
-    figure_class = needs("matplotlib.figure", "plot", "A plot").Figure
+    figure_class = import_optional("matplotlib.figure", "plot", "A plot").Figure
     figure = figure_class((5 * num_panels, 4), dpi=120, layout="constrained")
     axes = figure.subplots(1, num_panels, squeeze=False)[0]
 

@@ -21,7 +21,7 @@ from everlearn.core.parameters import evaluating
 from everlearn.core.stream import Stream
 from everlearn.results.provenance import provenance
 from everlearn.results.result import Result
-from everlearn.runtime.randomness import derive, restore, seeded, states
+from everlearn.runtime.randomness import derive, get_random_states, restore_random_states, seeded
 from everlearn.trainer.checkpoints import CheckpointEvery, Checkpoints, checkpoints_of
 from everlearn.trainer.config import build, configuration, data_of
 from everlearn.trainer.run import finished
@@ -134,15 +134,15 @@ class SharedStart:
             else:
                 shared_training, random_states = shared
                 training = shared_training.fork(checkpoints)
-                restore(random_states)
+                restore_random_states(random_states)
                 set_values(training.method, self.dimensions, values)
                 training.close()
 
             while True:
                 # The callback may draw random numbers.
-                random_states = states(self.device)
+                random_states = get_random_states(self.device)
                 on_rows(training.rows)
-                restore(random_states)
+                restore_random_states(random_states)
                 if training.at == len(self.stream):
                     return training
                 training.train()
@@ -179,7 +179,7 @@ class SharedStart:
         with nullcontext() if checkpoints is None else checkpoints.alone(), self._seeded():
             training = self._new_training(copy.deepcopy(self.method), checkpoints)
             training.train()
-            random_states = states(self.device)
+            random_states = get_random_states(self.device)
 
         mismatch = fork_mismatch(training)
         if mismatch:

@@ -18,7 +18,7 @@ from everlearn.experiments.executors import WorkerLost
 from everlearn.runtime import files
 from everlearn.runtime.distributed import world_size
 from everlearn.runtime.fingerprint import fingerprint
-from everlearn.runtime.optional_imports import needs
+from everlearn.runtime.optional_imports import import_optional
 from everlearn.trainer.checkpoints import CheckpointEvery
 from everlearn.trainer.settings import OptimizerFactory, Training, adam, hide_bar
 from everlearn.trainer.validation import check_settings
@@ -100,7 +100,7 @@ def tune(
     _check_not_distributed()
     check_settings({"trials": trials, "seeds": seeds, "workers": workers}, None, "float32")
     dimensions = find_dimensions(method, fields)
-    optuna = needs("optuna", "tune", "Tuning")
+    optuna = import_optional("optuna", "tune", "Tuning")
     check_values(method, dimensions)
     _check_fresh(method)
 

@@ -111,7 +111,7 @@ class StateFolder:
         for number, folder in self._list_versions():
             if number > current_number:
                 shutil.rmtree(folder)
-        for partial_file in files.parts(self.folder / POINTER):
+        for partial_file in files.unfinished_files(self.folder / POINTER):
             partial_file.unlink(missing_ok=True)
 
     def write_version(self, number: int, contents: Mapping[str, bytes | Path], facts: Mapping[str, Any]) -> Version:
@@ -209,7 +209,7 @@ class StateFolder:
         # A folder of the user's files is not written to.
         expected_names = {REFUSED, LOCK}
         expected_names.update(path.name for _, path in versions)
-        expected_names.update(path.name for path in files.parts(self.folder / POINTER))
+        expected_names.update(path.name for path in files.unfinished_files(self.folder / POINTER))
         foreign_names = sorted(path.name for path in self.folder.iterdir() if path.name not in expected_names)
         if foreign_names:
             raise ValueError(

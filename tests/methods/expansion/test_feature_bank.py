@@ -16,19 +16,19 @@ NETS = {
 }
 
 
-def built(net, count=2):
+def build_bank(net, count=2):
     model = NETS[net]()
     name = [n for n, m in model.named_modules() if isinstance(m, nn.Linear)][-1]
-    extractors = FeatureBank(name)
+    bank = FeatureBank(name)
     for _ in range(count):
-        other = NETS[net]()
-        extractors.add(other, other.get_submodule(name).weight)
-    extractors.lead_into(model)
-    return model.eval(), extractors, model.get_submodule(name)
+        extractor = NETS[net]()
+        bank.add(extractor, extractor.get_submodule(name).weight)
+    bank.connect(model)
+    return model.eval(), bank, model.get_submodule(name)
 
 
-def body(net, name):
-    """The network with its output layer cut off: what is left gives the features."""
+def without_output_layer(net, name):
+    """Replace the output layer of a copy by the identity, so that it returns the features."""
     net = copy.deepcopy(net)
     net.set_submodule(name, nn.Identity())
     return net.eval()
@@ -37,52 +37,55 @@ def body(net, name):
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("net", NETS)
 def test_one_classifier_over_all_features(net):
-    model, extractors, layer = built(net)
-    x, name = torch.randn(5, 1, 8, 8), extractors.output
+    model, bank, layer = build_bank(net)
+    x = torch.randn(5, 1, 8, 8)
+    name = bank.output
     clean = NETS[net]()
     clean.load_state_dict(model.state_dict())
-    phi = torch.cat([body(n, name)(x) for n in [*extractors.nets, clean]], 1)
-    torch.testing.assert_close(extractors.all_features(model, x), phi)
-    truth = phi @ torch.cat([*extractors.blocks, layer.weight], 1).T + layer.bias
-    torch.testing.assert_close(model(x), truth)
-    torch.testing.assert_close(extractors.classifier(layer)(phi), truth)
-    whole = nn.Linear(phi.shape[1], 6)
-    extractors.write(layer, whole)
-    torch.testing.assert_close(model(x), whole(phi))
+    phi = torch.cat([without_output_layer(n, name)(x) for n in [*bank.nets, clean]], 1)
+    torch.testing.assert_close(bank.all_features(model, x), phi)
+    expected = phi @ torch.cat([*bank.blocks, layer.weight], 1).T + layer.bias
+    torch.testing.assert_close(model(x), expected)
+    torch.testing.assert_close(bank.merge_classifier(layer)(phi), expected)
+    classifier = nn.Linear(phi.shape[1], 6)
+    bank.write_classifier(layer, classifier)
+    torch.testing.assert_close(model(x), classifier(phi))
 
 
-def test_gradients_reach_the_classifier_and_the_newest_alone():
-    model, extractors, _ = built("cnn")
+def test_gradients_reach_only_the_classifier_and_the_newest_extractor():
+    model, bank, _ = build_bank("cnn")
     model.train()
-    before = copy.deepcopy(extractors.nets.state_dict())
+    before = copy.deepcopy(bank.nets.state_dict())
     model(torch.randn(5, 1, 8, 8)).sum().backward()
-    assert all(p.grad is not None for p in [*model.parameters(), *extractors.learning()])
-    assert not any(p.requires_grad for p in extractors.nets.parameters())
-    assert not any(m.training for m in extractors.nets.modules())
-    assert all(torch.equal(v, before[n]) for n, v in extractors.nets.state_dict().items()), "statistics stay, too"
+    assert all(p.grad is not None for p in [*model.parameters(), *bank.trained_parameters()])
+    assert not any(p.requires_grad for p in bank.nets.parameters())
+    assert not any(m.training for m in bank.nets.modules())
+    assert all(torch.equal(v, before[n]) for n, v in bank.nets.state_dict().items()), (
+        "running statistics are frozen, too"
+    )
 
 
-def test_a_layer_that_has_grown():
-    model, extractors, layer = built("mlp")
+def test_an_output_layer_may_grow():
+    model, bank, layer = build_bank("mlp")
     x = torch.randn(5, 1, 8, 8)
     before = model(x)
     grown = nn.Linear(8, 9)
     with torch.no_grad():
-        grown.weight[:6], grown.bias[:6] = layer.weight, layer.bias
+        grown.weight[:6] = layer.weight
+        grown.bias[:6] = layer.bias
     model[-1] = grown
-    assert not extractors.is_on(model)
-    extractors.lead_into(model)
-    assert extractors.is_on(model)
+    assert not bank.is_connected(model)
+    bank.connect(model)
+    assert bank.is_connected(model)
     torch.testing.assert_close(model(x)[:, :6], before)
-    torch.testing.assert_close(extractors.classifier(grown)(extractors.all_features(model, x)), model(x))
-    old = [b.clone() for b in extractors.blocks]
-    extractors.widen(9)
-    assert all(
-        len(b) == 9 and torch.equal(b[:6], o) and b[6:].any() for b, o in zip(extractors.blocks, old, strict=True)
-    )
+    torch.testing.assert_close(bank.merge_classifier(grown)(bank.all_features(model, x)), model(x))
+    old_blocks = [b.clone() for b in bank.blocks]
+    bank.grow_outputs(9)
+    for block, old_block in zip(bank.blocks, old_blocks, strict=True):
+        assert len(block) == 9 and torch.equal(block[:6], old_block) and block[6:].any()
 
 
-def test_features_are_asked_for_once():
+def test_the_output_layer_is_called_once_in_a_forward_pass():
     class Twice(nn.Module):
         def __init__(self):
             super().__init__()
@@ -95,8 +98,8 @@ def test_features_are_asked_for_once():
         compute_features(Twice(), "head", torch.zeros(1, 2))
     with pytest.raises(ValueError, match="'1' is called 0 times"):
         compute_features(_Skips(), "1", torch.zeros(1, 2))
-    model, _, _ = built("mlp")
-    with pytest.raises(RuntimeError, match="call the model as a whole, not its part 5 alone"):
+    model, _, _ = build_bank("mlp")
+    with pytest.raises(RuntimeError, match="call the entire model, not its layer 5 alone"):
         model[5](torch.zeros(1, 8))
 
 

@@ -1,4 +1,4 @@
-"""What PackNet and HAT promise together, on models and in loops that are not made for them."""
+"""Guarantees that PackNet and HAT share, on unusual models and in unusual loops."""
 
 import copy
 
@@ -45,11 +45,13 @@ def inputs(stream):
 
 
 class LeNet(nn.Module):
-    """Channels with several places, flattened with a number written out."""
+    """Flattens feature maps to a number of inputs that the code fixes."""
 
     def __init__(self, stream):
         super().__init__()
-        self.a, self.b, self.c = nn.Conv2d(1, 4, 3, padding=1), nn.Linear(4 * 16, 12), nn.Linear(12, stream.outputs)
+        self.a = nn.Conv2d(1, 4, 3, padding=1)
+        self.b = nn.Linear(4 * 16, 12)
+        self.c = nn.Linear(12, stream.outputs)
 
     def forward(self, x):
         return self.c(torch.relu(self.b(F.max_pool2d(torch.relu(self.a(x)), 2).view(-1, 64))))
@@ -58,13 +60,17 @@ class LeNet(nn.Module):
 class Tied(nn.Module):
     def __init__(self, stream):
         super().__init__()
-        self.enter, self.a, self.b, self.c = nn.Linear(64, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
-        self.d, self.out = nn.Linear(8, 8), nn.Linear(8, stream.outputs)
+        self.enter = nn.Linear(64, 8)
+        self.a = nn.Linear(8, 8)
+        self.b = nn.Linear(8, 8)
+        self.c = nn.Linear(8, 8)
+        self.d = nn.Linear(8, 8)
+        self.head = nn.Linear(8, stream.outputs)
         self.c.weight = self.a.weight
 
     def forward(self, x):
         x = torch.relu(self.enter(x.flatten(1)))
-        return self.out(torch.relu(self.d(torch.relu(self.c(torch.relu(self.b(torch.relu(self.a(x)))))))))
+        return self.head(torch.relu(self.d(torch.relu(self.c(torch.relu(self.b(torch.relu(self.a(x)))))))))
 
 
 class Borrowed(Tied):
@@ -75,126 +81,150 @@ class Borrowed(Tied):
         self.c = nn.Linear(8, 8)
 
     def forward(self, x):
-        return super().forward(x) + F.linear(F.linear(x.flatten(1), self.enter.weight), self.out.weight @ self.b.weight)
+        return super().forward(x) + F.linear(
+            F.linear(x.flatten(1), self.enter.weight), self.head.weight @ self.b.weight
+        )
 
 
 class Recurrent(nn.Module):
     def __init__(self, stream):
         super().__init__()
-        self.lstm, self.places = nn.LSTM(8, 8, batch_first=True), nn.Parameter(torch.randn(1, 8, 8))
-        self.a, self.out = nn.Linear(8, 12), nn.Linear(12, stream.outputs)
+        self.lstm = nn.LSTM(8, 8, batch_first=True)
+        self.positions = nn.Parameter(torch.randn(1, 8, 8))
+        self.a = nn.Linear(8, 12)
+        self.head = nn.Linear(12, stream.outputs)
 
     def forward(self, x):
-        return self.out(torch.relu(self.a(self.lstm(x[:, 0] + self.places)[0][:, -1])))
+        return self.head(torch.relu(self.a(self.lstm(x[:, 0] + self.positions)[0][:, -1])))
 
 
 class Moving(nn.Module):
-    """Keeps a statistic by putting a new tensor in its place."""
+    """Updates a statistic by assigning a new tensor."""
 
     def __init__(self, stream):
         super().__init__()
-        self.a, self.b, self.out = nn.Linear(64, 12), nn.Linear(12, 8), nn.Linear(8, stream.outputs)
+        self.a = nn.Linear(64, 12)
+        self.b = nn.Linear(12, 8)
+        self.head = nn.Linear(8, stream.outputs)
         self.register_buffer("mean", torch.zeros(64))
 
     def forward(self, x):
         x = x.flatten(1)
         if self.training:
             self.mean = 0.9 * self.mean + 0.1 * x.mean(0).detach()
-        return self.out(torch.relu(self.b(torch.relu(self.a(x - self.mean)))))
+        return self.head(torch.relu(self.b(torch.relu(self.a(x - self.mean)))))
 
 
 @pytest.mark.parametrize("net", [LeNet, Tied, Borrowed, Recurrent, Moving], ids=lambda n: n.__name__)
 @KINDS
 @pytest.mark.parametrize("rest", ["frozen", "own"])
-def test_models_that_are_not_made_for_it(kind, rest, net, small_stream, isolated):
+def test_earlier_tasks_never_change_on_unusual_models(kind, rest, net, small_stream, isolated):
     isolated(lambda: kind(rest=rest), net, adamw, small_stream())
 
 
 @KINDS
 @pytest.mark.parametrize("name", ["momentum", "adam"])
-def test_an_optimizer_that_lives_on(kind, name, small_stream, isolated):
+def test_earlier_tasks_never_change_with_an_optimizer_kept_across_tasks(kind, name, small_stream, isolated):
     make = {"momentum": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9), "adam": lambda p: torch.optim.Adam(p, 1e-2)}
     isolated(kind, "cnn", make[name], small_stream(), live=True)
 
 
 @KINDS
-def test_heads_that_grow(kind, small_stream):
+def test_output_layer_may_grow_between_tasks(kind, small_stream):
     stream = small_stream()
-    model, method, x = mlp(), kind(), inputs(stream)
+    model = mlp()
+    method = kind()
+    x = inputs(stream)
     learn(model, method, stream.tasks[:1])
-    before = method.predict(model, x, 0)
+    expected = method.predict(model, x, 0)
     heads.grow_output(model, 9)
     learn(model, method, stream.tasks[1:2])
-    assert torch.equal(method.predict(model, x, 0), before) and method.predict(model, x, 1).shape[1] == 9
+    assert torch.equal(method.predict(model, x, 0), expected) and method.predict(model, x, 1).shape[1] == 9
     assert method.predict(model, x, torch.arange(20) % 2).shape[1] == 9
 
 
 @KINDS
-def test_copies_neither_disturb_nor_are_disturbed(kind, small_stream):
+def test_copies_are_independent(kind, small_stream):
     stream = small_stream()
-    model, method, x = normed(), kind(), inputs(stream)
+    model = normed()
+    method = kind()
+    x = inputs(stream)
     learn(model, method, stream.tasks[:1])
-    before = method.predict(model, x, 0)
+    expected = method.predict(model, x, 0)
     method.begin_task(model, stream[1])
     optimizer = adamw([*model.parameters(), *method.parameters()])
     for batch in stream[1].batches(16):
         step(model, method, batch, optimizer)
-        assert torch.equal(method.predict(copy.deepcopy(model), x, 0), before)  # as when the best model so far is kept
+        assert torch.equal(method.predict(copy.deepcopy(model), x, 0), expected)  # as in early stopping
     method.end_task(model, stream[1])
-    assert torch.equal(method.predict(model, x, 0), before)
-    other, twin = copy.deepcopy((model, method))
-    assert torch.equal(twin.predict(other, x, 0), before) and torch.equal(method.predict(other, x, 0), before)
-    learn(other, twin, stream.tasks[2:])
-    assert torch.equal(twin.predict(other, x, 0), before) and torch.equal(method.predict(model, x, 0), before)
-    twin.detach(other)
-    assert not any(m._forward_pre_hooks for m in other.modules())
+    assert torch.equal(method.predict(model, x, 0), expected)
+    model_copy, method_copy = copy.deepcopy((model, method))
+    assert torch.equal(method_copy.predict(model_copy, x, 0), expected) and torch.equal(
+        method.predict(model_copy, x, 0), expected
+    )
+    learn(model_copy, method_copy, stream.tasks[2:])
+    assert torch.equal(method_copy.predict(model_copy, x, 0), expected) and torch.equal(
+        method.predict(model, x, 0), expected
+    )
+    method_copy.detach(model_copy)
+    assert not any(m._forward_pre_hooks for m in model_copy.modules())
 
 
 @FROZEN
 def test_norms_stay_in_evaluation_mode_from_the_second_task_on(make, small_stream):
     stream = small_stream()
-    model, method, x = normed(), make(), inputs(stream)
+    model = normed()
+    method = make()
+    x = inputs(stream)
     learn(model, method, stream.tasks[:1])
     method.begin_task(model, stream[1])
     model.train()
-    assert torch.allclose(model(x)[:5], model(x[:5]), atol=1e-6), "an answer does not depend on the rest of the batch"
+    assert torch.allclose(model(x)[:5], model(x[:5]), atol=1e-6), (
+        "outputs do not depend on the other examples of the batch"
+    )
 
 
 @FROZEN
 def test_a_forward_pass_between_tasks_changes_nothing(make, small_stream):
     stream = small_stream()
-    model, method, x = normed(), make(), inputs(stream)
+    model = normed()
+    method = make()
+    x = inputs(stream)
     learn(model, method, stream.tasks[:1])
-    before = method.predict(model, x, 0)
+    expected = method.predict(model, x, 0)
     model.train()
     model(x + 3)
-    assert torch.equal(method.predict(model, x, 0), before)
+    assert torch.equal(method.predict(model, x, 0), expected)
 
 
 @KINDS
-def test_export_in_the_middle_of_a_task_leaves_the_locks_on(kind, small_stream):
+def test_export_within_a_task_keeps_the_locks(kind, small_stream):
     stream = small_stream()
-    model, method, x = mlp(), kind(), inputs(stream)
+    model = mlp()
+    method = kind()
+    x = inputs(stream)
     learn(model, method, stream.tasks[:1])
-    before = method.predict(model, x, 0)
+    expected = method.predict(model, x, 0)
     method.begin_task(model, stream[1])
     optimizer = adamw([*model.parameters(), *method.parameters()])
     for batch in stream[1].batches(16):
         method.export(model, 0)
         step(model, method, batch, optimizer)
     method.end_task(model, stream[1])
-    assert torch.equal(method.predict(model, x, 0), before)
+    assert torch.equal(method.predict(model, x, 0), expected)
 
 
 @KINDS
 def test_a_task_in_parts(kind, small_stream):
-    """One sub-network for all parts; while it is learned the model itself answers for it."""
+    """All parts share a sub-network; until the task ends, the model itself computes its outputs."""
     stream = small_stream()
-    model, method, x = mlp(), kind(), inputs(stream)
+    model = mlp()
+    method = kind()
+    x = inputs(stream)
     rows = len(stream[1].train) // 2
     halves = [Task(stream[1].train.subset(i), id=1, part=n) for n, i in enumerate(torch.arange(2 * rows).split(rows))]
     learn(model, method, stream.tasks[:1])
-    before = method.predict(model, x, 0)
+    expected = method.predict(model, x, 0)
     learn(model, method, halves[:1])
     method.begin_task(model, halves[1])
     with torch.no_grad():
@@ -204,31 +234,34 @@ def test_a_task_in_parts(kind, small_stream):
     with torch.no_grad():
         model[-1].weight.sub_(1.0)
     method.end_task(model, halves[1])
-    assert method.tasks == [0, 1] and torch.equal(method.predict(model, x, 0), before)
+    assert method.tasks == [0, 1] and torch.equal(method.predict(model, x, 0), expected)
 
 
 @KINDS
-def test_a_model_that_moves_to_double_precision(kind, small_stream):
+def test_model_converted_to_double_precision(kind, small_stream):
     stream = small_stream()
-    model, method, x = mlp(), kind(), inputs(stream)
+    model = mlp()
+    method = kind()
+    x = inputs(stream)
     learn(model, method, stream.tasks[:2])
-    before = method.predict(model, x, 0)
+    expected = method.predict(model, x, 0)
     model.double()
-    torch.testing.assert_close(method.predict(model, x.double(), 0), before.double(), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(method.export(model, 0)(x.double()), before.double(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(method.predict(model, x.double(), 0), expected.double(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(method.export(model, 0)(x.double()), expected.double(), rtol=1e-5, atol=1e-6)
 
 
 @KINDS
-def test_asked_too_early_it_answers_in_evaluation_mode(kind, small_stream):
+def test_predict_before_training_uses_evaluation_mode(kind, small_stream):
     model = normed().train()
-    before = copy.deepcopy(model.state_dict())
+    expected = copy.deepcopy(model.state_dict())
     kind().predict(model, inputs(small_stream()), 0)
-    assert all(torch.equal(v, before[n]) for n, v in model.state_dict().items()) and model.training
+    assert all(torch.equal(v, expected[n]) for n, v in model.state_dict().items()) and model.training
 
 
 @KINDS
-def test_numbers_do_not_tell_which_task_they_are_of(kind):
-    model, method = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), kind()
+def test_regression_outputs_cannot_identify_the_task(kind):
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    method = kind()
     for k in range(2):
         data = torch.randn(16, 3), torch.randn(16, 2)
         everlearn.train(model, method, Task(data, id=k, likelihood=Gaussian()), batch_size=8)
@@ -238,22 +271,25 @@ def test_numbers_do_not_tell_which_task_they_are_of(kind):
 
 
 @KINDS
-def test_in_any_order_with_a_method_that_adds_to_gradients(kind, small_stream):
+def test_chains_in_both_orders_with_a_method_that_edits_gradients(kind, small_stream):
     for chain in (lambda k: k + SI(1.0), lambda k: SI(1.0) + k):
-        stream, method = small_stream(), kind()
-        model, x = mlp(), inputs(stream)
+        stream = small_stream()
+        method = kind()
+        model = mlp()
+        x = inputs(stream)
         learn(model, chain(method), stream.tasks[:1])
-        before = method.predict(model, x, 0)
-        both = chain(method)
-        both.begin_task(model, stream[1])
-        learn(model, both, stream.tasks[1:2])
-        assert torch.equal(method.predict(model, x, 0), before)
+        expected = method.predict(model, x, 0)
+        chained = chain(method)
+        chained.begin_task(model, stream[1])
+        learn(model, chained, stream.tasks[1:2])
+        assert torch.equal(method.predict(model, x, 0), expected)
 
 
 @KINDS
 def test_a_task_must_end_before_the_next_begins(kind, small_stream):
     stream = small_stream()
-    model, method = mlp(), kind()
+    model = mlp()
+    method = kind()
     method.begin_task(model, stream[0])
     with pytest.raises(ValueError, match=r"Task 0 has not ended: call end_task"):
         method.begin_task(model, stream[1])
@@ -264,19 +300,22 @@ def test_a_task_must_end_before_the_next_begins(kind, small_stream):
 @KINDS
 def test_compiled_models(kind, small_stream):
     stream = small_stream()
-    model, method, x = normed(), kind(), inputs(stream)
+    model = normed()
+    method = kind()
+    x = inputs(stream)
     compiled = torch.compile(model, backend="eager")
-    compiled(x)  # before any hook is on
+    compiled(x)  # before any hook is registered
     learn(compiled, method, stream.tasks[:1])
-    before = method.predict(compiled, x, 0)
+    expected = method.predict(compiled, x, 0)
     assert all(e.grad is not None and e.grad.any() for e in method.parameters())
     learn(compiled, method, stream.tasks[1:])
-    assert torch.equal(method.predict(compiled, x, 0), before)
+    assert torch.equal(method.predict(compiled, x, 0), expected)
 
 
 @KINDS
-def test_tasks_without_numbers_are_counted_and_must_end(kind):
-    model, method = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2)), kind()
+def test_tasks_without_ids_are_numbered_and_must_end(kind):
+    model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
+    method = kind()
     data = torch.randn(16, 3), torch.arange(16) % 2
     for _ in range(2):
         everlearn.train(model, method, data, batch_size=8)
@@ -285,16 +324,18 @@ def test_tasks_without_numbers_are_counted_and_must_end(kind):
     method.begin_task(model, data)
     with pytest.raises(ValueError, match="Task 2 has not ended"):
         method.begin_task(model, data)
-    again = kind()
-    again.load_state_dict(method.state_dict())
-    again.begin_task(model, data)  # a checkpoint of a task that is being learned
-    assert again.tasks == [0, 1, 2]
+    reloaded = kind()
+    reloaded.load_state_dict(method.state_dict())
+    reloaded.begin_task(model, data)  # a checkpoint of a task that is being learned
+    assert reloaded.tasks == [0, 1, 2]
 
 
 @KINDS
-def test_the_task_of_each_example(kind, small_stream):
+def test_predict_accepts_a_task_per_example(kind, small_stream):
     stream = small_stream()
-    model, method, x = mlp(), kind(), inputs(stream)
+    model = mlp()
+    method = kind()
+    x = inputs(stream)
     learn(model, method, stream.tasks[:2])
     assert torch.equal(method.predict(model, x, [1] * 20), method.predict(model, x, 1))
     assert method.predict(model, x[:0], torch.zeros(0)).shape == (0, 6)
@@ -302,7 +343,7 @@ def test_the_task_of_each_example(kind, small_stream):
         method.predict(model, x, torch.zeros(5))
 
 
-# What moves between the end of one task and the beginning of the next.
+# Weights that change between the end of a task and the beginning of the next.
 
 
 def expand_net():
@@ -325,21 +366,24 @@ def averaged(model, stream):
 
 
 @LOCKING
-@pytest.mark.parametrize("move", [late_step, averaged])
+@pytest.mark.parametrize("move_weights", [late_step, averaged])
 @pytest.mark.parametrize("loaded", [False, True], ids=["", "from a file"])
-def test_what_moved_between_tasks_is_not_adopted(make, move, loaded, small_stream):
+def test_changes_between_tasks_raise(make, move_weights, loaded, small_stream):
     stream = small_stream()
-    model, method = mlp(), make()
+    model = mlp()
+    method = make()
     learn(model, method, stream.tasks[:2])
     start = copy.deepcopy(model.state_dict())
-    move(model, stream)
+    move_weights(model, stream)
     if loaded:
-        again = make()
-        again.load_state_dict(method.state_dict())
+        reloaded = make()
+        reloaded.load_state_dict(method.state_dict())
         method.detach(model)
-        method = again
+        method = reloaded
     state = repr(method.state_dict())
-    with pytest.raises(ValueError, match=r"moved since task 1 ended, so that \w+ would answer differently"):
+    with pytest.raises(
+        ValueError, match=r"moved since task 1 ended, so that the outputs of \w+ for earlier tasks would change"
+    ):
         method.begin_task(model, stream[2])
     assert repr(method.state_dict()) == state
     model.load_state_dict(start)
@@ -347,11 +391,13 @@ def test_what_moved_between_tasks_is_not_adopted(make, move, loaded, small_strea
 
 
 @LOCKING
-def test_averages_are_copied_in_before_the_task_ends(make, small_stream):
+def test_averaged_weights_may_be_copied_in_before_the_task_ends(make, small_stream):
     stream = small_stream()
-    model, method, x = mlp(), make(), inputs(stream)
+    model = mlp()
+    method = make()
+    x = inputs(stream)
     learn(model, method, stream.tasks[:1])
-    before = method.predict(model, x, 0)
+    expected = method.predict(model, x, 0)
     stream[1].steps = stream[1].steps_per_epoch(16)
     method.begin_task(model, stream[1])
     optimizer = adamw([*model.parameters(), *method.parameters()])
@@ -360,53 +406,59 @@ def test_averages_are_copied_in_before_the_task_ends(make, small_stream):
     averaged(model, stream)
     method.restore_locked(model)
     method.end_task(model, stream[1])
-    assert torch.equal(method.predict(model, x, 0), before)
+    assert torch.equal(method.predict(model, x, 0), expected)
     learn(model, method, stream.tasks[2:])
-    assert torch.equal(method.predict(model, x, 0), before)
+    assert torch.equal(method.predict(model, x, 0), expected)
 
 
 @LOCKING
-def test_what_each_task_has_for_itself_may_move_between_tasks(make, small_stream):
+def test_task_specific_parameters_may_change_between_tasks(make, small_stream):
     stream = small_stream()
-    model, method, x = normed(), make(), inputs(stream)
+    model = normed()
+    method = make()
+    x = inputs(stream)
     learn(model, method, stream.tasks[:1])
-    before = method.predict(model, x, 0)
+    expected = method.predict(model, x, 0)
     with torch.no_grad():
         model[-1].weight.mul_(3)
     model.train()
     model(x + 3)
     learn(model, method, stream.tasks[1:2])
-    assert torch.equal(method.predict(model, x, 0), before)
+    assert torch.equal(method.predict(model, x, 0), expected)
 
 
 @KINDS
-def test_what_a_task_in_parts_has_may_move_between_its_parts(kind, small_stream):
+def test_weights_of_a_task_may_change_between_its_parts(kind, small_stream):
     stream = small_stream()
-    model, method, x = mlp(), kind(), inputs(stream)
+    model = mlp()
+    method = kind()
+    x = inputs(stream)
     learn(model, method, stream.tasks[:1])
-    before = method.predict(model, x, 0)
+    expected = method.predict(model, x, 0)
     parts = [Task(stream[1].train, id=1, part=n) for n in range(2)]
     learn(model, method, parts[:1])
     start = copy.deepcopy(model.state_dict())
-    used = method.protected(model, 1)["1.weight"]
+    used = method.protected_entries(model, 1)["1.weight"]
     with torch.no_grad():
         model[1].weight[~used] *= 2
     learn(model, method, parts[1:])
-    assert torch.equal(method.predict(model, x, 0), before)
+    assert torch.equal(method.predict(model, x, 0), expected)
     model.load_state_dict(start)
     averaged(model, stream)
     with pytest.raises(ValueError, match="moved since task 0 ended"):
         method.begin_task(model, parts[1])
 
 
-def test_columns_are_copies_that_nothing_moves(small_stream):
+def test_columns_are_independent_copies(small_stream):
     stream = small_stream()
-    model, method, x = mlp(), PNN(), inputs(stream)
+    model = mlp()
+    method = PNN()
+    x = inputs(stream)
     learn(model, method, stream.tasks[:1])
-    before = method.predict(model, x, 0)
+    expected = method.predict(model, x, 0)
     averaged(model, stream)
     learn(model, method, stream.tasks[1:2])
-    assert torch.equal(method.predict(model, x, 0), before)
+    assert torch.equal(method.predict(model, x, 0), expected)
 
 
 # Layers that were frozen while an earlier task was learned.
@@ -418,21 +470,24 @@ def test_columns_are_copies_that_nothing_moves(small_stream):
     [PackNet, lambda: PackNet(rest="own"), HAT, lambda: HAT(rest="frozen"), expand_net, PNN],
     ids=["PackNet", "PackNet, own", "HAT", "HAT, frozen", "ExpandNet", "PNN"],
 )
-def test_a_layer_that_thaws_belongs_to_the_tasks_before(make, small_stream):
+def test_an_unfrozen_layer_belongs_to_earlier_tasks(make, small_stream):
     stream = small_stream()
-    model, method, x = mlp(), make(), inputs(stream)
+    model = mlp()
+    method = make()
+    x = inputs(stream)
     model[1].requires_grad_(False)
     learn(model, method, stream.tasks[:1], epochs=3)
-    before = method.predict(model, x, 0)
+    expected = method.predict(model, x, 0)
     model[1].requires_grad_(True)
     learn(model, method, stream.tasks[1:], epochs=3)
-    assert torch.equal(method.predict(model, x, 0), before)
+    assert torch.equal(method.predict(model, x, 0), expected)
 
 
 @pytest.mark.parametrize("kind", [PackNet, HAT, PNN])
-def test_lists_of_numbers_are_inputs(kind, small_stream):
+def test_inputs_may_be_lists_of_numbers(kind, small_stream):
     torch.manual_seed(0)
-    model, method = mlp(), kind()
+    model = mlp()
+    method = kind()
     stream = small_stream()
     learn(model, method, stream)
     x = inputs(stream)[:4]

@@ -20,15 +20,17 @@ OPTIMIZERS = {
 
 def learned(stream, tasks=2, net=None, **options):
     torch.manual_seed(0)
-    model, method = net or nets.mlp(stream.inputs, stream.outputs, hidden=(32, 16)), HAT(**options)
+    model = net or nets.mlp(stream.inputs, stream.outputs, hidden=(32, 16))
+    method = HAT(**options)
     for task in stream.tasks[:tasks]:
         everlearn.train(model, method, task, optimizer=OPTIMIZERS["adam"], epochs=3, batch_size=32)
     return model, method
 
 
-def begun(tasks=1, **options):
-    """A small net at the start of a task, with gates of the tasks before."""
-    model, method = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), HAT(**options)
+def begin_small_task(tasks=1, **options):
+    """A small network at the beginning of its last task, with gates of earlier tasks."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    method = HAT(**options)
     data = torch.randn(8, 3), torch.arange(8) % 2
     for k in range(tasks - 1):
         method.begin_task(model, Task(data, id=k))
@@ -46,49 +48,51 @@ def test_earlier_tasks_never_change(net, optimizer, rest, small_stream, isolated
 
 
 @pytest.mark.parametrize("scenario", ["domain", "class"])
-def test_nor_where_outputs_are_shared(scenario, small_stream, isolated):
+def test_earlier_tasks_never_change_with_shared_outputs(scenario, small_stream, isolated):
     isolated(HAT, "cnn", OPTIMIZERS["adamw"], small_stream(scenario))
 
 
 @pytest.mark.parametrize("smax", [10.0, 25.0, 400.0])
-def test_nor_at_any_steepness(smax, small_stream, isolated):
+def test_earlier_tasks_never_change_at_any_slope(smax, small_stream, isolated):
     isolated(lambda: HAT(smax=smax), "mlp", OPTIMIZERS["momentum"], small_stream())
 
 
-def test_soft_gates_drift_when_they_are_not_steep(small_stream):
+def test_soft_gates_drift_if_smax_is_small(small_stream):
     stream = small_stream()
     x = next(stream[0].examples(50, "test")).x
     drift = {}
     for smax in (3.0, 400.0):
         model, method = learned(stream, 1, soft=True, smax=smax)
-        before = method.predict_as(model, x, 0)
+        expected = method.predict_as(model, x, 0)
         everlearn.train(model, method, stream[1], optimizer=OPTIMIZERS["sgd"], epochs=3, batch_size=32)
-        drift[smax] = float((method.predict_as(model, x, 0) - before).detach().abs().max())
+        drift[smax] = float((method.predict_as(model, x, 0) - expected).detach().abs().max())
     assert drift[400.0] < 1e-4 < drift[3.0]
 
 
-def test_annealing_runs_from_one_end_to_the_other_in_every_epoch(small_stream):
-    stream, seen = small_stream(), []
+def test_annealing_covers_its_range_in_every_epoch(small_stream):
+    stream = small_stream()
+    scales = []
 
     class Watched(HAT):
         def before_step(self, model):
-            seen.append(self._scale())
+            scales.append(self._scale())
             super().before_step(model)
 
     model = nets.mlp(stream.inputs, stream.outputs, hidden=(8,))
     everlearn.train(model, Watched(smax=50.0), stream[0], epochs=2, batch_size=10)
     batches = stream[0].steps_per_epoch(10)
-    assert seen[:batches] == seen[batches:]
-    assert seen[0] == pytest.approx(1 / 50) and seen[batches - 1] == pytest.approx(50)
+    assert scales[:batches] == scales[batches:]
+    assert scales[0] == pytest.approx(1 / 50) and scales[batches - 1] == pytest.approx(50)
     step = (50 - 1 / 50) / (batches - 1)
-    assert all(b - a == pytest.approx(step) for a, b in pairwise(seen[:batches]))
-    seen.clear()
+    assert all(b - a == pytest.approx(step) for a, b in pairwise(scales[:batches]))
+    scales.clear()
     everlearn.train(model, Watched(smax=50.0, anneal="task"), stream[0], epochs=2, batch_size=10)
-    assert seen == sorted(seen) and seen[-1] == pytest.approx(50) and len(seen) == 2 * batches
+    assert scales == sorted(scales) and scales[-1] == pytest.approx(50) and len(scales) == 2 * batches
 
 
-def test_micro_batches_do_not_change_the_pace(small_stream):
-    stream, counts = small_stream(), []
+def test_micro_batches_do_not_change_the_number_of_batches(small_stream):
+    stream = small_stream()
+    counts = []
     for accumulate in (1, 4):
         method = HAT()
         model = nets.mlp(stream.inputs, stream.outputs, hidden=(8,))
@@ -99,11 +103,12 @@ def test_micro_batches_do_not_change_the_pace(small_stream):
 
 @pytest.mark.parametrize("batch", [0, 3, 6])
 def test_compensated_gradients_do_not_depend_on_the_slope(batch):
-    """What arrives at e is as if gates were σ(e), times s_max; as far as double precision reaches."""
+    """The gradient of e equals that of gates σ(e) times s_max, within double precision."""
     torch.set_default_dtype(torch.double)
     try:
-        model, method, _ = begun(strength=0.0, smax=20.0)
-        method.batches, method.batch = 21, batch
+        model, method, _ = begin_small_task(strength=0.0, smax=20.0)
+        method.batches = 21
+        method.batch = batch
         (e,) = method.parameters()
         with torch.no_grad():
             e.copy_(torch.tensor([-1.5, -0.2, 0.3, 2.0]))
@@ -117,45 +122,47 @@ def test_compensated_gradients_do_not_depend_on_the_slope(batch):
 
 
 def test_embeddings_are_clamped():
-    model, method, _ = begun()
+    model, method, _ = begin_small_task()
     with torch.no_grad():
         method.parameters()[0].fill_(9.0)
-    method._examples = 8
+    method._first_step_examples = 8
     method.after_step(model)
     assert method.parameters()[0].max() == 6
 
 
-def test_the_price_of_units():
-    model, method, _ = begun(tasks=2, strength=2.0)
+def test_penalty_counts_only_units_that_are_free():
+    model, method, _ = begin_small_task(tasks=2, strength=2.0)
     method.masks[0] = {"0": torch.tensor([1.0, 1.0, 0.0, 0.0])}
     method._lock(model)
-    method.batches, method.batch = 2, 1  # steepest
+    method.batches = 2
+    method.batch = 1  # steepest
     (e,) = method.parameters()
 
-    def price(*values):
+    def cost(*values):
         with torch.no_grad():
             e.copy_(torch.tensor(values))
         return float(torch.as_tensor(method.penalty(model)).detach())
 
-    assert price(6.0, 6.0, -6.0, -6.0) == 0.0, "inside what is in use"
-    assert price(-6.0, -6.0, 6.0, 6.0) == 2.0, "all that is free"
-    assert price(6.0, -6.0, 6.0, -6.0) == 1.0
+    assert cost(6.0, 6.0, -6.0, -6.0) == 0.0, "only used units"
+    assert cost(-6.0, -6.0, 6.0, 6.0) == 2.0, "all free units"
+    assert cost(6.0, -6.0, 6.0, -6.0) == 1.0
     method.masks[0] = {"0": torch.ones(4)}
     method._lock(model)
-    assert price(6.0, 6.0, 6.0, 6.0) == 0.0, "a full network"
-    model, method, _ = begun(strength=2.0)
-    method.batches, method.batch = 2, 1
+    assert cost(6.0, 6.0, 6.0, 6.0) == 0.0, "a full network"
+    model, method, _ = begin_small_task(strength=2.0)
+    method.batches = 2
+    method.batch = 1
     (e,) = method.parameters()
-    assert price(6.0, 6.0, 6.0, -6.0) == 1.5, "in the first task the mean gate"
+    assert cost(6.0, 6.0, 6.0, -6.0) == 1.5, "in the first task the mean gate"
 
 
-def test_locked_is_what_lies_between_units_in_use():
-    model, method, _ = begun(tasks=2, rest="frozen")
+def test_weights_between_used_units_are_locked():
+    model, method, _ = begin_small_task(tasks=2, rest="frozen")
     method.masks[0] = {"0": torch.tensor([1.0, 0.0, 1.0, 0.0])}
     method._lock(model)
     assert method._locks.masks["0.weight"].tolist() == [[True] * 3, [False] * 3, [True] * 3, [False] * 3]
     assert method._locks.masks["0.bias"].tolist() == [True, False, True, False]
-    assert not {"2.weight", "2.bias"} & set(method._locks.masks), "the output layer is each task's own"
+    assert not {"2.weight", "2.bias"} & set(method._locks.masks), "each task has an output layer of its own"
     deep = nn.Sequential(nn.Linear(3, 2), nn.ReLU(), nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
     method = HAT()
     data = torch.randn(8, 3), torch.arange(8) % 2
@@ -170,11 +177,11 @@ def test_locked_is_what_lies_between_units_in_use():
     assert method._locks.masks["2.weight"].tolist() == [[False, False], [True, False]]
 
 
-def test_gates_in_use_only_grow_and_weights_never_used_do_not_matter(small_stream):
+def test_weights_of_unused_units_do_not_matter(small_stream):
     stream = small_stream()
     model, method = learned(stream, 3)
     x = next(stream[0].examples(20, "test")).x
-    before = [method.predict_as(model, x, k) for k in range(3)]
+    expected = [method.predict_as(model, x, k) for k in range(3)]
     used = {n: torch.stack([m[n] for m in method.masks]).amax(0) for n in method.masks[0]}
     assert all(method.capacity()[n] == float(u.mean()) for n, u in used.items())
     with torch.no_grad():
@@ -186,32 +193,34 @@ def test_gates_in_use_only_grow_and_weights_never_used_do_not_matter(small_strea
             if link.consumer in used:
                 layer.weight[:, used[link.producer] == 0] = 7.0
     assert (used["1"] == 0).any(), "some units are free"
-    assert all(torch.equal(method.predict_as(model, x, k), before[k]) for k in range(3))
+    assert all(torch.equal(method.predict_as(model, x, k), expected[k]) for k in range(3))
 
 
-def test_units_cost_so_fewer_are_used_where_they_cost_more(small_stream):
-    stream, shares = small_stream(), []
+def test_a_larger_strength_uses_fewer_units(small_stream):
+    stream = small_stream()
+    shares = []
     for strength in (0.0, 0.75, 5.0):
         torch.manual_seed(0)
-        model, method = nets.mlp(stream.inputs, stream.outputs, hidden=(32,)), HAT(strength)
+        model = nets.mlp(stream.inputs, stream.outputs, hidden=(32,))
+        method = HAT(strength)
         everlearn.train(model, method, stream[0], optimizer=OPTIMIZERS["sgd"], epochs=20, batch_size=16)
         shares.append(method.capacity()["1"])
     assert shares[0] > shares[1] > shares[2]
 
 
 @pytest.mark.parametrize("net", ["mlp", "cnn", "resnet", "transformer"])
-def test_export_really_removes_units(net, small_stream, exported):
+def test_export_removes_unused_units(net, small_stream, exported):
     from tests.conftest import SMALL_NETS
 
     stream = small_stream()
     model, method = learned(stream, 3, SMALL_NETS[net](stream))
     exported(model, method, stream, tolerance=1e-4)
-    whole = sum(p.numel() for p in model.parameters())
-    assert sum(p.numel() for p in method.export(model, 0).parameters()) < 0.8 * whole
-    everlearn.train(model, method, Task(stream[2].train, id=7), batch_size=32)  # and its gates are still on
+    num_parameters = sum(p.numel() for p in model.parameters())
+    assert sum(p.numel() for p in method.export(model, 0).parameters()) < 0.8 * num_parameters
+    everlearn.train(model, method, Task(stream[2].train, id=7), batch_size=32)  # the gates are still registered
 
 
-def test_export_of_soft_gates_and_of_a_layer_without_a_unit(small_stream, exported):
+def test_export_of_soft_gates_and_of_a_layer_without_used_units(small_stream, exported):
     stream = small_stream()
     model, method = learned(stream, 3, soft=True, smax=5.0)
     method.masks[1]["1"].zero_()
@@ -223,7 +232,8 @@ def test_named_groups_for_a_model_that_cannot_be_traced(small_stream):
     class Branching(nn.Module):
         def __init__(self):
             super().__init__()
-            self.a, self.b = nn.Linear(64, 16), nn.Linear(16, 6)
+            self.a = nn.Linear(64, 16)
+            self.b = nn.Linear(16, 6)
 
         def forward(self, x):
             return self.b(torch.relu(self.a(x.flatten(1)))) if x.sum() > -1e9 else x
@@ -235,12 +245,12 @@ def test_named_groups_for_a_model_that_cannot_be_traced(small_stream):
     assert 0 < method.capacity()["a"] < 1
 
 
-def test_nothing_to_gate_is_an_error():
+def test_a_model_without_units_to_gate_raises():
     with pytest.raises(ValueError, match="no units to gate"):
         HAT().begin_task(nn.Linear(3, 2), Task((torch.randn(4, 3), torch.arange(4) % 2)))
 
 
-def test_a_loop_that_forgets_to_lock_is_told(small_stream):
+def test_a_loop_without_before_step_raises(small_stream):
     stream = small_stream()
     model, method = learned(stream, 1)
     method.begin_task(model, stream[1])
@@ -250,7 +260,7 @@ def test_a_loop_that_forgets_to_lock_is_told(small_stream):
         method.end_task(model, stream[1])
 
 
-def test_detached_the_model_is_plain(small_stream):
+def test_detach_leaves_a_plain_model(small_stream):
     stream = small_stream()
     model, method = learned(stream, 2)
     method.detach(model)
@@ -259,22 +269,23 @@ def test_detached_the_model_is_plain(small_stream):
     assert model(x).isfinite().all()
 
 
-def test_free_ends_move_and_used_ends_do_not(small_stream):
+def test_free_weights_move_and_locked_ones_do_not(small_stream):
     stream = small_stream()
     model, method = learned(stream, 1)
     method.begin_task(model, stream[1])
-    locked, before = dict(method._locks.masks), {n: p.detach().clone() for n, p in model.named_parameters()}
+    locked = dict(method._locks.masks)
+    expected = {n: p.detach().clone() for n, p in model.named_parameters()}
     method.end_task(model, stream[1])
     model, method = learned(stream, 2)
     for name in ("1.weight", "3.weight"):
-        moved = dict(model.named_parameters())[name] != before[name]
+        moved = dict(model.named_parameters())[name] != expected[name]
         assert (
             not moved[locked[name]].any() and moved[~locked[name]].float().mean() > 0.2
-        )  # dead units and black pixels aside
+        )  # except for dead units and black pixels
 
 
-def test_soft_gates_scale_gradients_by_how_far_they_are_open():
-    model, method, _ = begun(tasks=2, soft=True, rest="frozen")
+def test_soft_gates_scale_gradients():
+    model, method, _ = begin_small_task(tasks=2, soft=True, rest="frozen")
     method.masks[0] = {"0": torch.tensor([1.0, 0.75, 0.5, 0.0])}
     method._lock(model)
     for p in model.parameters():
@@ -284,8 +295,8 @@ def test_soft_gates_scale_gradients_by_how_far_they_are_open():
     assert model[0].bias.grad.tolist() == [0.0, 0.25, 0.5, 1.0]
 
 
-def test_outside_training_gates_are_open_or_shut():
-    model, method, task = begun()
+def test_gates_are_binary_outside_training():
+    model, method, task = begin_small_task()
     x = next(task.examples(4)).x
     model.eval()
     hidden = model[0](x).relu() * (method.parameters()[0] > 0)
@@ -295,14 +306,14 @@ def test_outside_training_gates_are_open_or_shut():
     torch.testing.assert_close(model(x), nn.functional.linear(soft, model[2].weight, model[2].bias))
 
 
-def test_gates_follow_the_seed_and_outlive_a_part():
+def test_gates_depend_on_the_seed_and_persist_across_parts():
     first = []
     for seed in (0, 0, 1):
         torch.manual_seed(seed)
-        _, method, task = begun()
+        _, method, task = begin_small_task()
         first.append(method.parameters()[0].detach().clone())
     assert torch.equal(first[0], first[1]) and not torch.equal(first[0], first[2])
-    model, method, task = begun()
+    model, method, task = begin_small_task()
     gates = method.parameters()[0].detach().clone()
     method.end_task(model, task)
     method.begin_task(model, task)
@@ -316,8 +327,8 @@ def test_gates_are_at_least_single_precision():
     assert method.parameters()[0].dtype == torch.float32
 
 
-def test_missing_steps_are_said_before_anything_changes():
-    model, method, _ = begun(tasks=1)
+def test_missing_steps_raise_before_any_change():
+    model, method, _ = begin_small_task(tasks=1)
     method = HAT(anneal="task")
     state = repr(method.state_dict())
     with pytest.raises(ValueError, match=r"set task.steps"):
@@ -327,7 +338,7 @@ def test_missing_steps_are_said_before_anything_changes():
         HAT().begin_task(model, iter([(torch.randn(8, 3), torch.arange(8) % 2)]))
 
 
-def test_where_lengths_are_written_out_gates_go_into_the_weights(small_stream, exported):
+def test_export_with_a_fixed_number_of_inputs_zeroes_units(small_stream, exported):
     from tests.methods.isolation.test_base import LeNet
 
     stream = small_stream()
@@ -337,98 +348,108 @@ def test_where_lengths_are_written_out_gates_go_into_the_weights(small_stream, e
     assert method.export(model, 0).a.out_channels == 4 and method.export(model, 0).b.out_features < 12
 
 
-# Links that are not what they seem.
+# Links whose units are not separate.
 
 
 class Mixing(nn.Module):
-    """A hook, which tracing does not see, mixes the units of the first layer."""
+    """Mixes the units of the first layer in a hook, which tracing does not see."""
 
     def __init__(self):
         super().__init__()
-        self.a, self.b, self.c = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 3)
-        self.a.register_forward_hook(lambda module, args, out: out + out.mean(1, keepdim=True))
+        self.a = nn.Linear(8, 16)
+        self.b = nn.Linear(16, 16)
+        self.c = nn.Linear(16, 3)
+        self.a.register_forward_hook(lambda module, args, outputs: outputs + outputs.mean(1, keepdim=True))
 
     def forward(self, x):
         return self.c(torch.relu(self.b(torch.relu(self.a(x)))))
 
 
-def labelled(n=64):
+def labeled_data(n=64):
     x = torch.randn(n, 8)
     return x, x[:, :3].argmax(1)
 
 
 def loader():
-    return DataLoader(TensorDataset(*labelled()), batch_size=16)
+    return DataLoader(TensorDataset(*labeled_data()), batch_size=16)
 
 
 def batches():
-    return [tuple(part) for part in zip(*(v.split(16) for v in labelled()), strict=True)]
+    return [tuple(part) for part in zip(*(v.split(16) for v in labeled_data()), strict=True)]
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
-@pytest.mark.parametrize("make", [labelled, loader, batches], ids=["arrays", "loader", "list of batches"])
-def test_links_are_tried_whatever_a_task_is_made_of(make, compiled):
+@pytest.mark.parametrize("make", [labeled_data, loader, batches], ids=["arrays", "loader", "list of batches"])
+def test_links_are_tested_with_any_kind_of_data(make, compiled):
     torch.manual_seed(0)
-    model, method, x = Mixing(), HAT(), labelled()[0]
+    model = Mixing()
+    method = HAT()
+    x = labeled_data()[0]
     net = torch.compile(model, backend="eager") if compiled else model
     everlearn.train(net, method, Task(make(), id=0), optimizer=OPTIMIZERS["adamw"], epochs=20, batch_size=16)
     assert list(method.embedding) == list(method.masks[0]) == ["b"]
-    before = method.predict(net, x, 0)
+    expected = method.predict(net, x, 0)
     everlearn.train(net, method, Task(make(), id=1), optimizer=OPTIMIZERS["adamw"], epochs=20, batch_size=16)
-    assert torch.equal(method.predict(net, x, 0), before)
-    again, other = HAT(), copy.deepcopy(model)
-    again.load_state_dict(method.state_dict())  # which tells what the links were
-    assert torch.equal(again.predict(other, x, 0), before)
+    assert torch.equal(method.predict(net, x, 0), expected)
+    reloaded = HAT()
+    model_copy = copy.deepcopy(model)
+    reloaded.load_state_dict(method.state_dict())  # which contains the links
+    assert torch.equal(reloaded.predict(model_copy, x, 0), expected)
 
 
-def test_data_that_can_be_read_once_only_are_not_read_to_try_links():
+def test_an_iterator_is_not_consumed_by_the_test_of_links():
     torch.manual_seed(0)
-    model, method = Mixing(), HAT()
-    task, seen = Task(iter(batches()), id=0, steps=4), 0
+    model = Mixing()
+    method = HAT()
+    task = Task(iter(batches()), id=0, steps=4)
+    num_batches = 0
     method.begin_task(model, task)
     optimizer = OPTIMIZERS["sgd"]([*model.parameters(), *method.parameters()])
     for batch in task.batches(16):
-        seen += 1
+        num_batches += 1
         step(model, method, batch, optimizer)
-    assert seen == 4 and list(method.embedding) == ["b"]
-    assert not model._forward_pre_hooks, "the trial is over"
+    assert num_batches == 4 and list(method.embedding) == ["b"]
+    assert not model._forward_pre_hooks, "the test is over"
 
 
-class Elsewhere(nn.Module):
-    """The second layer's weight is read a second time, past its gates."""
+class ReusedWeight(nn.Module):
+    """Reads the second layer's weight a second time, without its gates."""
 
     def __init__(self):
         super().__init__()
-        self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.a = nn.Linear(8, 8)
+        self.b = nn.Linear(8, 8)
+        self.c = nn.Linear(8, 3)
 
     def forward(self, x):
         return self.c(torch.relu(self.b(torch.relu(self.a(x))) + nn.functional.linear(x, self.b.weight)))
 
 
 class Permuted(nn.Module):
-    """Places come before channels where a convolution is flattened, so that units are not where a group says."""
+    """Flattens a convolution with positions before channels, so that units are not where a group expects them."""
 
     def __init__(self):
         super().__init__()
-        self.a, self.b = nn.Conv1d(2, 4, 1), nn.Linear(16, 3)
+        self.a = nn.Conv1d(2, 4, 1)
+        self.b = nn.Linear(16, 3)
 
     def forward(self, x):
         return self.b(torch.relu(self.a(x.view(-1, 2, 4))).transpose(1, 2).flatten(1))
 
 
-@pytest.mark.parametrize("make", [labelled, loader], ids=["arrays", "loader"])
-@pytest.mark.parametrize("net", [Mixing, Elsewhere, Permuted])
-def test_groups_that_are_not_true_are_refused(net, make):
+@pytest.mark.parametrize("make", [labeled_data, loader], ids=["arrays", "loader"])
+@pytest.mark.parametrize("net", [Mixing, ReusedWeight, Permuted])
+def test_groups_with_mixed_units_raise(net, make):
     task = Task(make(), id=0)
     with pytest.raises(ValueError, match="groups: the units of 'a' do not go to 'b' alone, or are mixed"):
         everlearn.train(net(), HAT(groups={"a": "b"}), task, batch_size=16)
 
 
-def test_groups_of_tied_layers_are_refused():
-    net = Elsewhere()
+def test_groups_of_tied_layers_raise():
+    net = ReusedWeight()
     net.b.weight = net.a.weight
     with pytest.raises(ValueError, match="groups: 'a', 'b' shares a weight with another layer"):
-        HAT(groups={"a": "b"}).begin_task(net, Task(labelled(), id=0))
+        HAT(groups={"a": "b"}).begin_task(net, Task(labeled_data(), id=0))
 
 
 # Loops in which gates do not learn.
@@ -442,29 +463,32 @@ def step(model, method, batch, optimizer):
     method.after_step(model)
 
 
-def test_an_optimizer_made_before_the_task_is_told():
-    model, method = nets.mlp(8, 3, hidden=(16,)), HAT()
-    task = Task(labelled(), id=0)
+def test_an_optimizer_created_before_the_task_raises():
+    model = nets.mlp(8, 3, hidden=(16,))
+    method = HAT()
+    task = Task(labeled_data(), id=0)
     optimizer = OPTIMIZERS["adam"](model.parameters())
     method.begin_task(model, task)
     with pytest.raises(ValueError, match=r"does not move HAT's gates.*make it after begin_task"):
         step(model, method, next(task.batches(16)), optimizer)
 
 
-def test_steps_that_move_nothing_are_no_fault_of_the_optimizer():
-    model, method = nets.mlp(8, 3, hidden=(16,)), HAT()
-    task = Task(labelled(), id=0)
+def test_steps_with_learning_rate_zero_do_not_raise():
+    model = nets.mlp(8, 3, hidden=(16,))
+    method = HAT()
+    task = Task(labeled_data(), id=0)
     method.begin_task(model, task)
-    optimizer = torch.optim.SGD([*model.parameters(), *method.parameters()], lr=0.0)  # as a warm-up begins
+    optimizer = torch.optim.SGD([*model.parameters(), *method.parameters()], lr=0.0)  # as in a warm-up
     for batch in task.batches(16):
         step(model, method, batch, optimizer)
         optimizer.param_groups[0]["lr"] = 0.1
-    assert method._learn
+    assert method._gates_moved
 
 
-def test_learning_in_evaluation_mode_is_told():
-    model, method = nets.mlp(8, 3, hidden=(16,)), HAT()
-    task = Task(labelled(), id=0)
+def test_training_in_evaluation_mode_raises():
+    model = nets.mlp(8, 3, hidden=(16,))
+    method = HAT()
+    task = Task(labeled_data(), id=0)
     method.begin_task(model, task)
     optimizer = OPTIMIZERS["adam"]([*model.parameters(), *method.parameters()])
     model.eval()

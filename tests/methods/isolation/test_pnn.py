@@ -28,7 +28,8 @@ def learned(small_stream):
     def learn(tasks=2, net="mlp", **options):
         torch.manual_seed(0)
         stream = small_stream()
-        model, method = NETS[net](stream), PNN(**options)
+        model = NETS[net](stream)
+        method = PNN(**options)
         for task in stream.tasks[:tasks]:
             everlearn.train(model, method, task, batch_size=32, optimizer=OPTIMIZERS["adam"])
         return model, method, stream
@@ -37,16 +38,17 @@ def learned(small_stream):
 
 
 def hooks(model):
-    every = [h for m in model.modules() for d in (m._forward_hooks, m._forward_pre_hooks) for h in d.values()]
-    return [h for h in every if isinstance(h, Hook)]
+    all_hooks = [h for m in model.modules() for d in (m._forward_hooks, m._forward_pre_hooks) for h in d.values()]
+    return [h for h in all_hooks if isinstance(h, Hook)]
 
 
-def reloaded(model, method, make, **options):
+def reload(model, method, new_model, **options):
     file = io.BytesIO()
     torch.save([model.state_dict(), method.state_dict()], file)
     file.seek(0)
     weights, state = torch.load(file, weights_only=True)
-    model, method = make, PNN(**options)
+    model = new_model
+    method = PNN(**options)
     model.load_state_dict(weights)
     method.load_state_dict(state)
     return model, method
@@ -59,7 +61,7 @@ def test_earlier_tasks_never_change(net, optimizer, small_stream, isolated):
 
 
 @pytest.mark.parametrize("scenario", ["domain", "class"])
-def test_nor_where_outputs_are_shared_or_laterals_are_linear(scenario, small_stream, isolated):
+def test_earlier_tasks_never_change_with_shared_outputs_and_linear_laterals(scenario, small_stream, isolated):
     isolated(lambda: PNN(laterals="linear"), "cnn", OPTIMIZERS["adamw"], small_stream(scenario))
 
 
@@ -75,37 +77,38 @@ def test_the_first_column_is_the_plain_model(learned, small_stream):
 
 @pytest.mark.parametrize("laterals", ["adapter", "linear"])
 def test_columns_follow_the_formula(laterals, learned):
-    """Written out for three columns; what a column sees of another is what that one makes of it, laterals included."""
+    """The formula for three columns; earlier columns run with their own laterals."""
     model, method, stream = learned(3, laterals=laterals)
     x = next(stream[0].examples(20)).x
 
-    def told(link, before):
+    def compute_lateral(link, earlier_inputs):
         if laterals == "linear":
-            return sum(h @ link[f"up.{j}.weight"].T for j, h in enumerate(before))
-        scaled = torch.cat([a * h for a, h in zip(link["alpha"], before, strict=True)], 1)
-        return (scaled @ link["down.weight"].T).relu() @ link["up.0.weight"].T
+            return sum(h @ link[f"U.{j}.weight"].T for j, h in enumerate(earlier_inputs))
+        scaled = torch.cat([a * h for a, h in zip(link["alpha"], earlier_inputs, strict=True)], 1)
+        return (scaled @ link["V.weight"].T).relu() @ link["U.0.weight"].T
 
-    seen = []
-    for k, (w, links) in enumerate(zip(method.own, method.links, strict=True)):
+    earlier_columns = []
+    for k, (w, links) in enumerate(zip(method.task_params, method.lateral_params, strict=True)):
         h = (x.flatten(1) @ w["1.weight"].T + w["1.bias"]).relu()
-        given = {"3": h}
+        layer_inputs = {"3": h}
         for name in ("3", "5"):
-            out = given[name] @ w[f"{name}.weight"].T + w[f"{name}.bias"]
+            outputs = layer_inputs[name] @ w[f"{name}.weight"].T + w[f"{name}.bias"]
             if k:
-                out = out + told(links[name], [before[name] for before in seen])
-            given["5"] = out.relu() if name == "3" else given["5"]
-        seen.append(given)
-        torch.testing.assert_close(method.predict_as(model, x, k), out)
-    torch.testing.assert_close(model(x), out)
-    assert set(method.links[2]) == {"3", "5"}, "the first layer takes no laterals"
+                outputs = outputs + compute_lateral(links[name], [column[name] for column in earlier_columns])
+            if name == "3":
+                layer_inputs["5"] = outputs.relu()
+        earlier_columns.append(layer_inputs)
+        torch.testing.assert_close(method.predict_as(model, x, k), outputs)
+    torch.testing.assert_close(model(x), outputs)
+    assert set(method.lateral_params[2]) == {"3", "5"}, "the first layer takes no laterals"
 
 
 @pytest.mark.parametrize("net", ["mlp", "cnn"])
-def test_without_scale_a_column_is_a_plain_model(net, learned):
+def test_with_alpha_zero_a_column_is_a_plain_model(net, learned):
     model, method, stream = learned(1, net)
     method.begin_task(model, stream[1])
     with torch.no_grad():
-        for link in method._live.values():
+        for link in method._current_laterals.values():
             link.alpha.zero_()
     alone = copy.deepcopy(model)
     PNN().detach(alone)
@@ -117,117 +120,125 @@ def test_without_scale_a_column_is_a_plain_model(net, learned):
 
 @pytest.mark.parametrize("laterals", ["adapter", "linear"])
 @pytest.mark.parametrize("net", list(NETS))
-def test_every_new_parameter_learns_and_no_old_one(net, laterals, learned):
+def test_only_parameters_of_the_new_column_get_gradients(net, laterals, learned):
     model, method, stream = learned(2, net, laterals=laterals)
     method.begin_task(model, stream[2])
     method.loss(model, next(stream[2].batches(64))).backward()
     assert method.parameters()
     assert all(p.grad.any() for p in method.parameters())
-    every = {id(p) for p in [*model.parameters(), *method.parameters()]}
-    old = list(method._tower.parameters())
-    assert old and not any(p.requires_grad or p.grad is not None or id(p) in every for p in old)
+    trained = {id(p) for p in [*model.parameters(), *method.parameters()]}
+    old = list(method._stack.parameters())
+    assert old and not any(p.requires_grad or p.grad is not None or id(p) in trained for p in old)
 
 
 def test_parameters_are_counted(learned):
     model, method, _ = learned(3)
     plain = sum(p.numel() for p in model.parameters())
-    own = {"column 0": plain, "laterals 0": 0, "column 1": plain, "column 2": plain}
+    expected = {"column 0": plain, "laterals 0": 0, "column 1": plain, "column 2": plain}
     for k in (1, 2):  # α, V, U of the layers 12 → 8 and 8 → 6
-        own[f"laterals {k}"] = sum(k + k * n * n + n * m for n, m in ((12, 8), (8, 6)))
-    assert method.growth() == own
+        expected[f"laterals {k}"] = sum(k + k * n * n + n * m for n, m in ((12, 8), (8, 6)))
+    assert method.growth() == expected
     _, method, _ = learned(3, "cnn")
     assert method.growth()["laterals 2"] == (2 + 8 * 4 + 4 * 6 * 9) + (2 + 12 * 6 + 6 * 6)
     _, method, _ = learned(3, laterals="linear")
     assert method.growth()["laterals 2"] == 2 * (12 * 8 + 8 * 6)
 
 
-def test_earlier_columns_are_in_evaluation_mode_whatever_the_loop_says(small_stream):
+def test_earlier_columns_stay_in_evaluation_mode(small_stream):
     torch.manual_seed(0)
     stream = small_stream()
     body = nets.cnn(stream.inputs, stream.outputs, channels=(4, 6))
-    model, method = nn.Sequential(body[0], nn.Dropout(0.5), *body[1:]), PNN()
+    model = nn.Sequential(body[0], nn.Dropout(0.5), *body[1:])
+    method = PNN()
     everlearn.train(model, method, stream[0], batch_size=32)
     method.begin_task(model, stream[1])
     model.train()
-    x, before = next(stream[1].examples(20)).x, copy.deepcopy(method._tower.state_dict())
-    seen = [method._tower.run(1, x)[1][0] for _ in range(2)]
+    x = next(stream[1].examples(20)).x
+    state_before = copy.deepcopy(method._stack.state_dict())
+    passes = [method._stack.run(1, x)[1][0] for _ in range(2)]
     random = torch.get_rng_state()
-    method._tower.run(1, x)
+    method._stack.run(1, x)
     assert torch.equal(random, torch.get_rng_state())
     model(x)
-    assert all(torch.equal(a, b) for n in seen[0] for a, b in zip(seen[0][n], seen[1][n], strict=True))
-    assert all(torch.equal(v, before[n]) for n, v in method._tower.state_dict().items())
-    assert not any(m.training for m in method._tower.columns.modules())
+    assert all(torch.equal(a, b) for n in passes[0] for a, b in zip(passes[0][n], passes[1][n], strict=True))
+    assert all(torch.equal(v, state_before[n]) for n, v in method._stack.state_dict().items())
+    assert not any(m.training for m in method._stack.columns.modules())
 
 
-def test_a_new_column_starts_anew_in_place(small_stream, learned):
+def test_a_new_column_is_reinitialized_in_place(small_stream, learned):
     model, method, stream = learned(1, "transformer")
-    before, objects, random = copy.deepcopy(model.state_dict()), list(model.parameters()), torch.get_rng_state()
+    state_before = copy.deepcopy(model.state_dict())
+    objects = list(model.parameters())
+    random = torch.get_rng_state()
     method.begin_task(model, stream[1])
     assert torch.equal(random, torch.get_rng_state())
     assert all(a is b for a, b in zip(objects, model.parameters(), strict=True))
     torch.manual_seed(0)
     born = NETS["transformer"](stream).state_dict()
     for name, v in model.state_dict().items():
-        assert not torch.equal(v, before[name]), name
+        assert not torch.equal(v, state_before[name]), name
         constant = born[name].flatten()[0] == born[name].flatten()[-1]  # norms, and biases in attention
-        assert torch.equal(v, born[name]) == bool(constant or name == "places"), "a bare parameter goes back"
-    torch.testing.assert_close(model.head.weight.std(), before["head.weight"].std(), rtol=0.5, atol=0)
+        assert torch.equal(v, born[name]) == bool(constant or name == "places"), "a bare parameter is restored"
+    torch.testing.assert_close(model.head.weight.std(), state_before["head.weight"].std(), rtol=0.5, atol=0)
 
 
-def test_columns_differ_from_seed_to_seed(small_stream):
+def test_columns_depend_on_the_seed(small_stream):
     weights = []
     for seed in (0, 0, 1):
         torch.manual_seed(seed)
-        model, method = nets.mlp(64, 6, hidden=(8,)), PNN()
+        model = nets.mlp(64, 6, hidden=(8,))
+        method = PNN()
         everlearn.train(model, method, small_stream()[0])
         method.begin_task(model, small_stream()[1])
         weights.append(torch.cat([p.flatten() for p in [*model.parameters(), *method.parameters()]]))
     assert torch.equal(weights[0], weights[1]) and not (weights[0] == weights[2]).any()
 
 
-def test_frozen_parameters_stay(small_stream):
+def test_frozen_parameters_keep_their_values(small_stream):
     stream = small_stream()
-    model, method = nets.cnn(stream.inputs, stream.outputs, channels=(4, 6)), PNN()
+    model = nets.cnn(stream.inputs, stream.outputs, channels=(4, 6))
+    method = PNN()
     model[0].requires_grad_(False)
     kept = copy.deepcopy(model[0].state_dict())
     everlearn.train(model, method, stream[0])
     method.begin_task(model, stream[1])
     assert all(torch.equal(v, kept[n]) for n, v in model[0].state_dict().items())
-    assert not torch.equal(model[1][0].weight, method.own[0]["1.0.weight"])
+    assert not torch.equal(model[1][0].weight, method.task_params[0]["1.0.weight"])
 
 
-def test_a_factory_makes_columns(small_stream):
+def test_a_factory_creates_columns(small_stream):
     stream = small_stream()
-    make = lambda: nets.mlp(stream.inputs, stream.outputs, hidden=(16,), init="xavier")
-    model, method = make(), PNN(factory=make)
+    factory = lambda: nets.mlp(stream.inputs, stream.outputs, hidden=(16,), init="xavier")
+    model = factory()
+    method = PNN(factory=factory)
     everlearn.train(model, method, stream[0])
     method.begin_task(model, stream[1])
     assert not model[1].bias.any() and model[1].weight.abs().max() <= (6 / 80) ** 0.5
     method.end_task(model, stream[1])
     method.factory = lambda: nets.mlp(stream.inputs, stream.outputs, hidden=(15,))
-    before = copy.deepcopy([model.state_dict(), method.state_dict()])
+    state_before = copy.deepcopy([model.state_dict(), method.state_dict()])
     with pytest.raises(ValueError, match=r"factory .*1.weight has shape \(15, 64\), it should have \(16, 64\)"):
         method.begin_task(model, stream[2])
     method.factory = lambda: nn.Linear(64, 6)
     with pytest.raises(ValueError, match=r"1.weight is missing"):
         method.begin_task(model, stream[2])
-    assert repr(before) == repr([model.state_dict(), method.state_dict()])
+    assert repr(state_before) == repr([model.state_dict(), method.state_dict()])
 
 
 @pytest.mark.parametrize(("net", "laterals"), [*((net, "adapter") for net in NETS), ("cnn", "linear")])
-def test_export_is_a_module_of_its_own_with_the_same_answers(net, laterals, learned, exported):
+def test_export_is_an_independent_module_with_the_same_outputs(net, laterals, learned, exported):
     model, method, stream = learned(3, net, laterals=laterals)
     exported(model, method, stream)
     alone = method.export(model, 1)
     assert sum(p.numel() for p in alone.parameters()) == sum(n for k, n in method.growth().items() if k[-1] != "2")
-    file, x = io.BytesIO(), next(stream[0].examples(9)).x
+    file = io.BytesIO()
+    x = next(stream[0].examples(9)).x
     torch.save(alone, file)
     file.seek(0)
     assert torch.equal(torch.load(file, weights_only=False)(x), alone(x))
 
 
-def test_a_half_learned_task_goes_on(learned):
+def test_resuming_within_a_task(learned):
     model, method, stream = learned(1)
     steps = list(stream[1].batches(32, epochs=2))
 
@@ -240,21 +251,22 @@ def test_a_half_learned_task_goes_on(learned):
             optimizer.step()
 
     learn(model, method, steps[:4])
-    other, again = reloaded(model, method, NETS["mlp"](stream))
-    for m, k in ((model, method), (other, again)):
+    model_copy, method_copy = reload(model, method, NETS["mlp"](stream))
+    for m, k in ((model, method), (model_copy, method_copy)):
         learn(m, k, steps[4:])
         k.end_task(m, stream[1])
     x = next(stream[1].examples(20)).x
-    assert torch.equal(model(x), other(x)) and torch.equal(
-        method.predict_as(model, x, 1), again.predict_as(other, x, 1)
-    )
-    assert torch.equal(method.predict_as(model, x, 1), model(x)) and len(method.own) == 2
+    assert torch.equal(model(x), model_copy(x))
+    assert torch.equal(method.predict_as(model, x, 1), method_copy.predict_as(model_copy, x, 1))
+    assert torch.equal(method.predict_as(model, x, 1), model(x)) and len(method.task_params) == 2
 
 
 def test_a_task_in_parts_has_one_column(small_stream):
     torch.manual_seed(0)
     stream = everlearn.streams.online(small_stream(), chunk=40)
-    model, method, optimizer = nets.mlp(64, 6, hidden=(32,)), PNN(), None
+    model = nets.mlp(64, 6, hidden=(32,))
+    method = PNN()
+    optimizer = None
     for task in stream:
         new = method.is_new(task)
         trained = everlearn.train(
@@ -264,67 +276,74 @@ def test_a_task_in_parts_has_one_column(small_stream):
         assert {id(p) for group in optimizer.param_groups for p in group["params"]} == {
             id(p) for p in [*model.parameters(), *method.parameters()]
         }
-    assert len(method.own) == len(method.links) == 3 < len(stream)
+    assert len(method.task_params) == len(method.lateral_params) == 3 < len(stream)
     assert everlearn.run(lambda: nets.mlp(64, 6, hidden=(32,)), PNN(), stream, batch_size=10).forgetting == 0.0
 
 
-def test_an_optimizer_that_lives_on_moves_no_old_column(learned):
+def test_an_optimizer_kept_across_tasks_moves_no_old_column(learned):
     model, method, stream = learned(1)
     x = next(stream[0].examples(20)).x
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=0.1)
-    said = [method.predict_as(model, x, 0)]
+    expected = [method.predict_as(model, x, 0)]
     for task in stream.tasks[1:]:
         everlearn.train(model, method, task, optimizer=optimizer)
-        said.append(method.predict_as(model, x, len(said)))
-    assert all(torch.equal(method.predict_as(model, x, k), before) for k, before in enumerate(said))
+        expected.append(method.predict_as(model, x, len(expected)))
+    assert all(torch.equal(method.predict_as(model, x, k), outputs) for k, outputs in enumerate(expected))
 
 
-def test_copies_stand_alone(learned):
+def test_copies_are_independent(learned):
     model, method, stream = learned(1)
     method.begin_task(model, stream[1])
     x = next(stream[1].examples(20)).x
-    double = copy.deepcopy(model)
-    before = model(x)
-    assert torch.equal(double(x), before)
+    model_copy = copy.deepcopy(model)
+    expected = model(x)
+    assert torch.equal(model_copy(x), expected)
     with torch.no_grad():
         for p in [*model.parameters(), *method.parameters()]:
             p.add_(0.1)
-    assert torch.equal(double(x), before) and not torch.equal(model(x), before)
-    method.begin_task(double, stream[1])  # goes on with the copy: one set of laterals
-    assert len(hooks(double)) == len(hooks(model))
-    method.detach(double)
-    assert not hooks(double) and type(double) is type(model)
-    assert [n for n, _ in double.named_parameters()] == [n for n, _ in model.named_parameters()]
+    assert torch.equal(model_copy(x), expected) and not torch.equal(model(x), expected)
+    method.begin_task(model_copy, stream[1])  # continues with the copy, with one set of laterals
+    assert len(hooks(model_copy)) == len(hooks(model))
+    method.detach(model_copy)
+    assert not hooks(model_copy) and type(model_copy) is type(model)
+    assert [n for n, _ in model_copy.named_parameters()] == [n for n, _ in model.named_parameters()]
 
 
-def test_layers_that_are_called_often_or_never():
+def test_layers_called_several_times_or_never():
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
-            self.words, self.again, self.spare, self.head = (
-                nn.Embedding(9, 6), nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 2),
-            )  # fmt: skip
+            self.words = nn.Embedding(9, 6)
+            self.recurrent = nn.Linear(6, 6)
+            self.spare = nn.Linear(6, 6)
+            self.head = nn.Linear(6, 2)
 
         def forward(self, x):
             h = self.words(x).mean(1)
             for _ in range(3):
-                h = self.again(input=h).tanh()
+                h = self.recurrent(input=h).tanh()
             return self.head(h)
 
     torch.manual_seed(0)
-    model, method = Net(), PNN()
+    model = Net()
+    method = PNN()
     data = torch.randint(9, (40, 5)), torch.randint(2, (40,))
     for _ in range(3):
         everlearn.train(model, method, data, epochs=2, batch_size=10)
-    assert method.layers == ["again", "head"], "an embedding is a first layer, and what is not called needs no laterals"
-    column, link = method.own[1], method.links[1]
-    seen, h = method._columns(model, 1).run(1, data[0])[1][0], column["words.weight"][data[0]].mean(1)
-    for name, told in [*(("again", told) for told in seen["again"]), ("head", seen["head"][0])]:  # call by call
-        out = h @ column[f"{name}.weight"].T + column[f"{name}.bias"]
-        down, up, alpha = (link[name][part] for part in ("down.weight", "up.0.weight", "alpha"))
-        out = out + ((alpha * told) @ down.T).relu() @ up.T
-        h = out.tanh()
-    torch.testing.assert_close(method.predict_as(model, data[0], 1), out)
+    assert method.layers == ["recurrent", "head"], (
+        "a layer behind an embedding has laterals, one that is never called has none"
+    )
+    column = method.task_params[1]
+    link = method.lateral_params[1]
+    earlier_inputs = method._load_columns(model, 1).run(1, data[0])[1][0]
+    h = column["words.weight"][data[0]].mean(1)
+    calls = [("recurrent", call) for call in earlier_inputs["recurrent"]]
+    for name, earlier_input in [*calls, ("head", earlier_inputs["head"][0])]:
+        outputs = h @ column[f"{name}.weight"].T + column[f"{name}.bias"]
+        V, U, alpha = (link[name][part] for part in ("V.weight", "U.0.weight", "alpha"))
+        outputs = outputs + ((alpha * earlier_input) @ V.T).relu() @ U.T
+        h = outputs.tanh()
+    torch.testing.assert_close(method.predict_as(model, data[0], 1), outputs)
     assert torch.equal(model.eval()(data[0]), method.predict_as(model, data[0], 2))
     with pytest.raises(RuntimeError, match="call the model as a whole, not its part head"):
         model.head(torch.zeros(1, 6))
@@ -347,17 +366,19 @@ def test_other_kinds_of_convolution():
     assert torch.equal(model.eval()(x), method.predict_as(model, x, 2))
 
 
-def test_a_growing_head(small_stream):
+def test_output_layer_may_grow_between_tasks(small_stream):
     torch.manual_seed(0)
     stream = small_stream("class")
     x = next(stream[0].examples(20)).x
-    model, method, said = nets.mlp(64, 2, hidden=(12,)), PNN(), []
+    model = nets.mlp(64, 2, hidden=(12,))
+    method = PNN()
+    expected = []
     for k in range(3):
         everlearn.surgery.heads.grow_output(model, 2 * k + 2)
         everlearn.train(model, method, everlearn.Task((stream[k].train.x, stream[k].train.y), id=k))
-        said.append(method.predict_as(model, x, k))
-        assert all(torch.equal(method.predict_as(model, x, j), before) for j, before in enumerate(said))
-    assert [out.shape[1] for out in said] == [2, 4, 6]
+        expected.append(method.predict_as(model, x, k))
+        assert all(torch.equal(method.predict_as(model, x, j), outputs) for j, outputs in enumerate(expected))
+    assert [outputs.shape[1] for outputs in expected] == [2, 4, 6]
     assert method.predict(model, x, torch.arange(20) % 3).shape == (20, 6)
 
 
@@ -367,7 +388,8 @@ def test_a_growing_head(small_stream):
 def test_wrapped_models(wrap, learned):
     plain, truth, stream = learned(2)
     torch.manual_seed(0)
-    inner, method = NETS["mlp"](stream), PNN()
+    inner = NETS["mlp"](stream)
+    method = PNN()
     model = wrap(inner)
     for task in stream.tasks[:2]:
         everlearn.train(model, method, task, batch_size=32, optimizer=OPTIMIZERS["adam"])
@@ -389,11 +411,12 @@ def test_mixed_and_unknown_tasks(learned):
         method.predict(model, x)
 
 
-def test_what_cannot_be_is_said(small_stream, learned):
+def test_errors(small_stream, learned):
     stream = small_stream()
     with pytest.raises(ValueError, match=r"no layer of Sequential.* behind the first layer\."):
         PNN().begin_task(nn.Sequential(nn.Flatten(), nn.Linear(64, 6)), stream[0])
-    model, method = nets.mlp(64, 6, hidden=(8,)), PNN()
+    model = nets.mlp(64, 6, hidden=(8,))
+    method = PNN()
     method.begin_task(model, stream[0])
     with pytest.raises(ValueError, match="Task 0 has not ended"):
         method.begin_task(model, stream[1])
@@ -416,14 +439,18 @@ def test_what_cannot_be_is_said(small_stream, learned):
 def test_without_laterals_they_are_separate_networks(small_stream, isolated):
     isolated(lambda: PNN(laterals="none"), "cnn", torch.optim.Adam, small_stream())
     stream = small_stream()
-    model, method = nets.mlp(stream.inputs, stream.outputs, hidden=(8,)), PNN(laterals="none")
+    model = nets.mlp(stream.inputs, stream.outputs, hidden=(8,))
+    method = PNN(laterals="none")
     for task in stream:
         everlearn.train(model, method, task, batch_size=32)
         assert method.parameters() == []
-    alone, x = method.export(model, 1), next(stream[0].examples(5, "test")).x
+    alone = method.export(model, 1)
+    x = next(stream[0].examples(5, "test")).x
     assert torch.equal(alone(x), method.predict(model, x, torch.ones(5, dtype=torch.long)))
-    own = sum(p.numel() for p in model.parameters())
-    assert method.extra_parameters(model) == 2 * own and sum(p.numel() for p in alone.parameters()) == own
+    column_size = sum(p.numel() for p in model.parameters())
+    assert (
+        method.extra_parameters(model) == 2 * column_size and sum(p.numel() for p in alone.parameters()) == column_size
+    )
 
 
 def test_alpha_starts_small_and_random():

@@ -1,4 +1,4 @@
-"""Balanced fine-tuning: a classifier that learns from features, every group of examples as often as any other."""
+"""Class-balanced fine-tuning of a classifier on fixed features."""
 
 from __future__ import annotations
 
@@ -12,30 +12,35 @@ from torch.utils._pytree import tree_map
 from everlearn.core.batch import Batch, Transform
 from everlearn.runtime.randomness import generator
 
-SIZE = 128  # examples per step
+BATCH_SIZE = 128
 
 
-def balanced(groups: Tensor, share: int, draws: torch.Generator) -> Tensor:
-    """Places of so many rows of every group, in random order; those of a smaller group repeat, as evenly as can be.
+def balanced_indices(groups: Tensor, group_size: int, rng: torch.Generator) -> Tensor:
+    """Draw the same number of rows from every group, in random order.
 
-    >>> places = balanced(torch.tensor([0, 0, 0, 1]), 2, generator(0))
-    >>> sorted(torch.tensor([0, 0, 0, 1])[places].tolist()), (places == 3).sum().item()
+    The rows of a smaller group repeat, as evenly as possible.
+
+    >>> groups = torch.tensor([0, 0, 0, 1])
+    >>> indices = balanced_indices(groups, 2, generator(0))
+    >>> sorted(groups[indices].tolist()), (indices == 3).sum().item()
     ([0, 0, 1, 1], 2)
     """
-    chosen = []
-    for g in range(int(groups.max()) + 1):
-        own = (groups == g).nonzero().flatten()
-        again = [own[torch.randperm(len(own), generator=draws)] for _ in range(-(-share // len(own)))]
-        chosen.append(torch.cat(again)[:share])
-    every = torch.cat(chosen)
-    return every[torch.randperm(len(every), generator=draws)]
+    drawn_indices = []
+    for group in range(int(groups.max()) + 1):
+        members = (groups == group).nonzero().flatten()
+        rounds = -(-group_size // len(members))
+        permutations = [members[torch.randperm(len(members), generator=rng)] for _ in range(rounds)]
+        drawn_indices.append(torch.cat(permutations)[:group_size])
+
+    indices = torch.cat(drawn_indices)
+    return indices[torch.randperm(len(indices), generator=rng)]
 
 
-def fitted(
+def fit_classifier(
     start: nn.Linear,
     pool: Batch,
     groups: Tensor,
-    share: int,
+    group_size: int,
     epochs: int,
     seed: int,
     *,
@@ -43,53 +48,71 @@ def fitted(
     temperature: float,
     decay: float = 5e-4,
 ) -> nn.Linear:
-    """A classifier that has learned on, from features in place of inputs.
+    """Fit a copy of a classifier to features, with the same number of examples from every group.
 
         L = mean of CE(softmax((W φ + b) / temperature), y)
 
-    by SGD with momentum 0.9. A step larger than 2 · temperature² / mean ‖φ‖² is not taken: features that are long would make it
-    diverge.
+    The optimizer is SGD with momentum 0.9. Its learning rate is at most 2 · temperature² / mean ‖φ‖², because larger
+    steps diverge on long features.
 
     Args:
-        start: the classifier to start from; it stays as it is.
-        pool: features, their labels, and what may be said of them.
-        groups: the group of each, on the CPU.
-        share: how many examples of every group an epoch has; they are drawn anew each time.
-        epochs: how many.
-        seed: of the draws.
+        start: the classifier to start from; it is not changed.
+        pool: a batch of features, with their labels and scenario mask.
+        groups: the group of each row, on the CPU.
+        group_size: number of examples per group and epoch, drawn again in every epoch.
+        epochs: number of epochs.
+        seed: seed of the draws.
         lr: learning rate.
         temperature: of the softmax.
-        decay: of the weights.
+        decay: weight decay.
     """
-    draws, made = generator(seed), copy.deepcopy(start).requires_grad_(True)
-    length = float(pool.x.square().sum(1).mean())
-    lr = min(lr, 2 * temperature**2 / max(length, 1e-12))
-    optimizer = torch.optim.SGD(made.parameters(), lr, momentum=0.9, weight_decay=decay)
+    mean_squared_norm = float(pool.x.square().sum(1).mean())
+    lr = min(lr, 2 * temperature**2 / max(mean_squared_norm, 1e-12))
+    classifier = copy.deepcopy(start).requires_grad_(True)
+    optimizer = torch.optim.SGD(classifier.parameters(), lr, momentum=0.9, weight_decay=decay)
+
+    rng = generator(seed)
     with torch.enable_grad():
         for _ in range(epochs):
-            for at in balanced(groups, share, draws).to(pool.x.device).split(SIZE):
-                part = pool.like(pool.x[at], pool.labels()[at], None if pool.t is None else pool.t[at])
+            epoch_indices = balanced_indices(groups, group_size, rng).to(pool.x.device)
+            for rows in epoch_indices.split(BATCH_SIZE):
+                batch = pool[rows]
                 optimizer.zero_grad()
-                part.loss(made(part.x) / temperature).backward()
+                batch.loss(classifier(batch.x) / temperature).backward()
                 optimizer.step()
-    return made
+    return classifier
 
 
 @torch.no_grad()
-def scaled(layer: nn.Linear, by: float) -> nn.Linear:
-    """The same layer, its outputs so many times as large; changed in place."""
+def scale_outputs_(layer: nn.Linear, factor: float) -> nn.Linear:
+    """Multiply the outputs of a layer by a factor, in place."""
     for p in layer.parameters():
-        p.mul_(by)
+        p.mul_(factor)
     return layer
 
 
-def viewed(x: Any, t: Tensor, views: dict[int, Transform | None], now: Transform | None) -> Any:
-    """Inputs of several tasks, each through the view of its own task; through ``now`` where there is none."""
-    own = {k: views.get(k, now) for k in t.unique().tolist()}
-    if not any(own.values()):
+def transform_by_task(x: Any, t: Tensor, transforms: dict[int, Transform | None], default: Transform | None) -> Any:
+    """Apply to each example the transform of its task.
+
+    Args:
+        x: inputs of several tasks.
+        t: task index of each example.
+        transforms: transform of each task; None for the identity.
+        default: transform of the tasks that ``transforms`` does not list.
+    """
+    task_transforms = {k: transforms.get(k, default) for k in t.unique().tolist()}
+    if not any(task_transforms.values()):
         return x
-    parts = [(t == k).nonzero().flatten() for k in own]
-    seen = [tree_map(lambda v, at=at: v[at], x) for at in parts]
-    seen = [part if view is None else view(part) for part, view in zip(seen, own.values(), strict=True)]
-    back = torch.cat(parts).argsort()
-    return tree_map(lambda *v: torch.cat(v)[back], *seen)
+
+    task_rows = []
+    transformed_parts = []
+    for k, transform in task_transforms.items():
+        rows = (t == k).nonzero().flatten()
+        part = tree_map(lambda v, rows=rows: v[rows], x)
+        if transform is not None:
+            part = transform(part)
+        task_rows.append(rows)
+        transformed_parts.append(part)
+
+    original_order = torch.cat(task_rows).argsort()
+    return tree_map(lambda *parts: torch.cat(parts)[original_order], *transformed_parts)

@@ -1,64 +1,62 @@
-"""Expandable representation: a feature extractor more for every task, and one classifier over all of them."""
+"""Expandable representation: one more feature extractor for every task, and one classifier over all of them."""
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
-from everlearn.core.batch import Batch, Transform
+from everlearn.core.batch import Batch
 from everlearn.core.hyperparameters import NonNegative, Range
 from everlearn.core.likelihood import Categorical
-from everlearn.core.parameters import Params, accumulate_dtype, check_finite, unwrap
-from everlearn.core.task import as_task
+from everlearn.core.parameters import accumulate_dtype, check_finite, unwrap
 from everlearn.core.traits import Traits
-from everlearn.memory import Memory
-from everlearn.methods.expansion.balanced_finetuning import fitted, scaled, viewed
-from everlearn.methods.expansion.feature_bank import FeatureBank, check_separate, wider
-from everlearn.methods.replay.base import Replay, Rows
+from everlearn.methods.expansion.balanced_finetuning import fit_classifier, scale_outputs_
+from everlearn.methods.expansion.feature_bank import FeatureBank, check_separate, new_classifier
+from everlearn.methods.expansion.feature_replay import FeatureReplay
+from everlearn.methods.replay.base import Rows
 from everlearn.runtime.randomness import derive, seeded
 from everlearn.surgery.functional import filled_copy
 from everlearn.surgery.heads import output_layer
-from everlearn.surgery.hooks import move_like, remove_hooks, without_hooks
-
-CHUNK = 256  # examples per pass when a task has ended
+from everlearn.surgery.hooks import without_hooks
 
 
 @dataclass(eq=False)
-class ExpandableRepresentation(Replay):
-    """Dynamically expandable representation (Yan, Xie & He, CVPR 2021), whose acronym DER is dark experience replay's here.
+class ExpandableRepresentation(FeatureReplay):
+    """Dynamically expandable representation (Yan, Xie & He, CVPR 2021).
 
         representation: Φ(x) = [φ₁(x) … φ_T(x)], φ_T starts as φ_{T-1}; φ₁ … φ_{T-1} are frozen, in evaluation mode
-        classifier:     out = W Φ(x) + b, one for all classes; W's columns for φ_T start anew, the others go on
-        loss:           L = CE(W Φ + b, y) + auxiliary · CE(A φ_T + a, y′), over new and remembered examples as one batch
-                        y′ = 0 for what was there before this task, 1 … n for the task's n new classes; no A in task 1
-        after the task: W, b learned on, Φ fixed, from equally many examples of all classes, with softmax(out / temperature)
+        classifier:     out = W Φ(x) + b, one for all classes; only W's columns for φ_T are initialized anew
+        loss:           L = CE(W Φ + b, y) + auxiliary · CE(A φ_T + a, y′), new and remembered examples as one batch
+                        y′ = 0 for classes and examples of earlier tasks, 1 … n for n new classes; no A in task 1
+        after the task: W, b are fine-tuned with fixed Φ and softmax(out / temperature), on equally many examples
+                        of every class
 
-    Your model is always the newest extractor: φ is what its output layer is given, ``model(x)`` gives ``out`` in any loop, and
-    the rest of W and the auxiliary head are ``method.parameters()``. Memory is filled when a task ends.
+    The authors' acronym is DER, which here means dark experience replay. Your model is always the newest extractor:
+    φ_T is the input of its output layer, and ``model(x)`` returns ``out`` in any loop. The other columns of W and the
+    auxiliary head are ``method.parameters()``. The memory is filled at the end of a task.
 
     Args:
-        capacity: how many examples are kept.
-        size: how many are replayed at a step; by default as many as the current batch has.
-        policy: which are kept: "herding" (equal shares for all classes; of each those whose mean features follow the class's),
-            "balanced" (equal shares, at random), "reservoir" or "ring" as in other replay.
+        capacity: number of examples in the memory.
+        size: number of examples replayed at a step; by default as many as the current batch has.
+        policy: choice of examples: "herding" (equal shares for all classes, chosen so that their mean feature follows
+            that of the class), "balanced" (equal shares, at random), "reservoir" or "ring" as in other replay.
         auxiliary: weight of the auxiliary loss.
-        tune_epochs: passes of the fine-tuning at the end of a task; 0 for none.
-        tune_from: where it starts: the classifier as "learned", or drawn "anew" as in the paper, which needs a larger memory.
-        tune_lr: its learning rate.
-        temperature: its softmax's; what is learned is kept divided by it, so that outputs are those that were fitted.
+        tune_epochs: epochs of fine-tuning at the end of a task; 0 for none.
+        tune_from: start of the fine-tuning: the classifier as "learned", or initialized "anew" as in the paper, which
+            needs a larger memory.
+        tune_lr: learning rate of the fine-tuning.
+        temperature: of its softmax; the tuned weights are divided by it.
         output: name of the output layer; by default the last ``nn.Linear``.
     """
 
     traits = Traits(
         family="growth",
-        pro="old features stay as they are, and far less is forgotten than by replay of the same memory",
-        con="a whole feature extractor more for every task, and examples besides",
+        pro="old features never change; forgets far less than replay",
+        con="a feature extractor per task, and examples",
         step=3.4,
         step_growth=0.8,
         copies=(-1.0, 1.0),
@@ -66,9 +64,11 @@ class ExpandableRepresentation(Replay):
         grows=True,
     )
 
-    deployable: ClassVar[bool] = False  # the model is the newest of several extractors
+    deployable: ClassVar[bool] = False  # the model is only the newest of several extractors
 
-    policy: Literal["herding", "balanced", "reservoir", "ring"] = field(default="herding", kw_only=True)  # type: ignore[assignment]
+    policy: Literal["herding", "balanced", "reservoir", "ring"] = field(  # type: ignore[assignment]
+        default="herding", kw_only=True
+    )
     auxiliary: NonNegative = field(default=1.0, kw_only=True)
     tune_epochs: Annotated[int, Range(0)] = field(default=50, kw_only=True)
     tune_from: Literal["learned", "anew"] = field(default="learned", kw_only=True)
@@ -78,275 +78,172 @@ class ExpandableRepresentation(Replay):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.extractors: list[Params] = []  # the frozen ones; the newest is the user's model
-        self.blocks: list[Tensor] = []  # the classifier's weights for each of them
-        self.head: Params = {}  # the auxiliary head
-        self.new: list[int] = []  # the classes it tells apart
-        self.known: list[int] = []  # classes that tasks before had
-        self.current: int | None = None
-        self.transformed: list[int] = []  # the tasks that see inputs through some transform
-        self.begun = 0
-        self.open: bool = False
+        self.new_classes: list[int] = []  # of the current task
+        self.known_classes: list[int] = []  # of all tasks so far
         self.seed = 0
-        self.sizes: dict[str, float] = {}
-        self._live: FeatureBank | None = None
-        self._start: list[Tensor] = []  # its own parameters when the task began
-        self._old: Tensor | None = None  # which examples of the joined batch are of earlier tasks
-        self._views: dict[int, Transform | None] = {}  # how each task's inputs are seen in tests
+        self._is_old: Tensor | None = None  # the examples of the joint batch that belong to earlier tasks
 
     def begin_task(self, model: nn.Module, task: Any) -> None:
-        """Freeze a copy of the extractor, let the model go on as the next one, beside it."""
-        inner, (name, layer) = unwrap(model), output_layer(model, self.output)
+        """Freeze a copy of the extractor; the model continues as the newest one."""
+        inner = unwrap(model)
+        name, layer = output_layer(model, self.output)
         check_separate(inner, name, layer)
-        number = getattr(task, "id", None)
-        if self._is_new(number):
-            if self.begun:
+
+        task_id = getattr(task, "id", None)
+        if self._is_new_task(task_id):
+            if self.tasks_begun:
                 self._expand(inner, layer)
             else:
                 self.seed = torch.initial_seed()
-            self._name_classes(task, layer)
-            self.begun, self.current = self.begun + 1, number
-        self.open = True
-        self._note_views(task, number)
-        self._start = [p.detach().clone() for p in self._attach(model).learning()]
+            self._init_auxiliary_head(task, layer)
+            self.tasks_begun += 1
+            self.current_task = task_id
 
-    def make_memory(self) -> Memory:
-        """The same in all processes, each of which passes over the whole task."""
-        return Memory(self.capacity, self.policy)
-
-    def resume(self, model: nn.Module, task: Any) -> None:
-        """The extractors of the loaded state beside the model."""
-        self.begin_task(model, task)
-
-    def parameters(self) -> list[nn.Parameter]:
-        """The classifier's weights for the frozen extractors, and the auxiliary head."""
-        return [] if self._live is None else self._live.learning()
-
-    def join(self, batch: Batch) -> Batch:
-        """New and remembered examples."""
-        drawn, whole, self._old = self.draw(batch), batch, None
-        old = torch.zeros(len(batch), dtype=torch.bool, device=batch.labels().device)
-        if drawn is not None:
-            whole, t = batch + drawn[0], drawn[1]["t"]
-            old = torch.cat([old, ~torch.isin(t, self._numbers(batch).to(t.device))])
-        if self._live is not None and self._live.auxiliary is not None:
-            self._old, self._live.listening = old, True
-        return whole
-
-    def task_loss(self, batch: Batch, out: Tensor) -> Tensor:
-        """Of the classifier, and of the auxiliary head."""
-        if not self.begun:
-            raise ValueError(
-                "ExpandableRepresentation knows of no task: call begin_task(model, task) before the first step."
-            )
-        loss, old = batch.loss(out), self._old
-        if not isinstance(batch.likelihood, Categorical) or batch.labels().dim() != 1:
-            raise TypeError(
-                f"ExpandableRepresentation is about one class per example, not {batch.likelihood} with labels of shape "
-                f"{tuple(batch.labels().shape)}: use ER."
-            )
-        seen = None if self._live is None else self._live.heard()
-        if old is None or seen is None or self._live is None or self._live.auxiliary is None:
-            return loss
-        self._old = None
-        return loss + self.auxiliary * F.cross_entropy(self._live.auxiliary(seen), self.targets(batch.labels(), old))
-
-    def targets(self, y: Tensor, old: Tensor) -> Tensor:
-        """The auxiliary head's: 0 for examples of earlier tasks and classes known before, else 1 + the place among the new.
-
-        Labels that are ignored (-100) stay so.
-        """
-        new = torch.tensor(self.new, device=y.device)
-        known = torch.where(old, 0, ((y[:, None] == new) * torch.arange(1, len(new) + 1, device=y.device)).sum(1))
-        return torch.where(y == -100, y, known)
-
-    def observe(self, batch: Batch, out: Tensor) -> None:
-        """Nothing: the memory is filled when the task ends, with features that are learned."""
-
-    def _after_forward(self, model: nn.Module) -> None:
-        """Nothing to check: every extractor keeps the running statistics of its own task."""
-
-    def end_task(self, model: nn.Module, task: Any) -> None:
-        """Balance the classifier, then remember some of the task's examples."""
-        if not self.begun:
-            raise ValueError("ExpandableRepresentation.end_task before any begin_task(model, task).")
-        if not self.open:
-            return
-        inner, live = unwrap(model), self._attach(model)
-        wanted = [
-            (p, a) for p, a in zip(live.learning(), self._start, strict=False) if p.grad is not None and p.grad.any()
-        ]
-        if wanted and all(torch.equal(p, a) for p, a in wanted):
-            raise ValueError(
-                "The optimizer does not move ExpandableRepresentation's own parameters: make it after begin_task(model, task), of "
-                "[*model.parameters(), *method.parameters()]."
-            )
-        check_finite({**dict(inner.named_parameters()), **{str(i): p for i, p in enumerate(live.learning())}})
-        phi, rows = self._pass_over(inner, live, task)
-        if len(live) and self.tune_epochs and len(self.memory):
-            self._balance(inner, live, task, phi, rows)
-        for p in live.learning():
-            p.grad = None  # a live optimizer would go on moving them
-        self.memory.add(**rows, **({"features": F.normalize(phi, dim=-1)} if self.policy == "herding" else {}))
-        count = len(live) + 1
-        self.sizes = {"extractors": count, "feature width": count * output_layer(inner, self.output)[1].in_features}
-        self.open = False
-        super().end_task(model, task)
-
-    def predict(self, model: nn.Module, x: Any, task: Tensor | None = None) -> Tensor:
-        """With all extractors; the task of an example is not needed."""
-        if self.begun:
-            self._attach(model)
-        return super().predict(model, x, task)
-
-    def extra_parameters(self, model: nn.Module) -> int:
-        """The frozen extractors, and the classifier's weights for them; the auxiliary head serves training alone."""
-        names = {name for name, _ in unwrap(model).named_parameters()}
-        blocks = self.blocks if self._live is None else list(self._live.blocks)
-        frozen = sum(v.numel() for extractor in self.extractors for name, v in extractor.items() if name in names)
-        return frozen + sum(block.numel() for block in blocks)
-
-    def diagnostics(self) -> dict[str, float]:
-        """How many extractors there are, and how wide their features are together."""
-        return dict(self.sizes)
-
-    def export(self, model: nn.Module) -> nn.Module:
-        """A plain module of its own that answers with all extractors, in evaluation mode."""
-        live, layer = self._attach(model), output_layer(model, self.output)[1]
-        return live.together(unwrap(model), layer)
-
-    def detach(self, model: nn.Module) -> None:
-        """The model stays the newest extractor, with the classifier's weights for it alone."""
-        remove_hooks(unwrap(model))
-
-    def state_dict(self) -> dict[str, Any]:
-        """With the classifier and the auxiliary head as they are just now."""
-        if self._live is not None:
-            self.blocks = [b.detach().clone() for b in self._live.blocks]
-            head = self._live.auxiliary
-            self.head = {} if head is None else {n: v.detach().clone() for n, v in head.named_parameters()}
-        return super().state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what another had learned; the next ``begin_task`` or ``predict`` puts the extractors beside the model."""
-        self._live = None
-        super().load_state_dict(state)
-
-    def _note_views(self, task: Any, number: int | None) -> None:
-        """How the task's inputs are seen; tell if nobody knows any more how those of a remembered task were."""
-        view, augmented = getattr(task, "eval_transform", None), getattr(task, "transform", None)
-        if number is not None:
-            self._views[number] = view
-            if self._transforms or augmented is not None:
-                self._transforms[number] = augmented
-            self.transformed = sorted({*self.transformed, *([number] if view or augmented else [])})
-        lost = [k for k in (self.memory["t"].unique().tolist() if len(self.memory) else ()) if k not in self._views]
-        self._views |= dict.fromkeys(k for k in lost if k >= 0 and k not in self.transformed)
-        if unknown := [str(k) for k in lost if k in self.transformed]:
-            warnings.warn(
-                f"ExpandableRepresentation remembers examples of task {', '.join(unknown)}, whose transforms it does not know: a "
-                f"checkpoint holds no functions. They are seen through those of {as_task(task)}; if theirs were others, give tasks "
-                "inputs that are transformed already.",
-                stacklevel=3,
-            )
-
-    def _is_new(self, number: int | None) -> bool:
-        """Whether this is another task than the last one begun, and not a part of it."""
-        new = not self.begun or (not self.open if number is None else self.current != number)
-        if new and self.open:
-            raise ValueError(f"Task {self.current} has not ended: call end_task(model, task) before the next begins.")
-        return new
+        self.is_task_open = True
+        self._record_transforms(task, task_id)
+        bank = self._attach(model)
+        self._initial_parameters = [p.detach().clone() for p in bank.trained_parameters()]
 
     def _expand(self, inner: nn.Module, layer: nn.Linear) -> None:
-        """The extractor as it is, frozen, with its part of the classifier; the model's own part of it starts anew."""
-        live, own = self._extractors(inner), {id(p) for p in layer.parameters()}
+        """Freeze a copy of φ_T with its columns of W; initialize the model's columns of W anew."""
+        bank = self._feature_bank(inner)
+        layer_ids = {id(p) for p in layer.parameters()}
         tensors = [*inner.named_parameters(), *inner.named_buffers()]
-        self.extractors.append({n: v.detach().clone() for n, v in tensors if id(v) not in own})
+        self.extractors.append({n: v.detach().clone() for n, v in tensors if id(v) not in layer_ids})
         with without_hooks(inner):
-            live.add(filled_copy(inner, self.extractors[-1]), layer.weight)
-        with seeded(derive(self.seed, "classifier", self.begun), layer.weight.device), torch.no_grad():
-            live.widen(layer.out_features)
-            layer.weight.copy_(wider(layer, layer.in_features).weight)
+            bank.add(filled_copy(inner, self.extractors[-1]), layer.weight)
 
-    def _name_classes(self, task: Any, layer: nn.Linear) -> None:
-        """Which classes the task brings, as far as its table tells, and an auxiliary head for them."""
-        number, table = getattr(task, "id", None), getattr(task, "allowed", None)
-        every = list(range(layer.out_features)) if table is None else table[number].nonzero().flatten().tolist()
-        self.new = [c for c in every if c not in self.known] or every
-        self.known = sorted({*self.known, *every})
-        if self._live is not None:
-            self._live.auxiliary = None
-        if self._live is not None and self.begun and self.auxiliary:
-            with seeded(derive(self.seed, "auxiliary", self.begun), layer.weight.device):
-                like = layer.weight
-                self._live.auxiliary = nn.Linear(layer.in_features, len(self.new) + 1, True, like.device, like.dtype)
+        with seeded(derive(self.seed, "classifier", self.tasks_begun), layer.weight.device), torch.no_grad():
+            bank.grow_outputs(layer.out_features)
+            layer.weight.copy_(new_classifier(layer, layer.in_features).weight)
 
-    def _extractors(self, inner: nn.Module) -> FeatureBank:
-        """Those put away, where the model is."""
-        if self._live is None:
-            live = FeatureBank(output_layer(inner, self.output)[0])
-            for tensors, weight in zip(self.extractors, self.blocks, strict=True):
-                with without_hooks(inner):
-                    live.add(filled_copy(inner, tensors), weight)
-            if self.head:
-                (outputs, inputs), like = self.head["weight"].shape, self.head["weight"]
-                with seeded(0):
-                    live.auxiliary = nn.Linear(inputs, outputs, True, like.device, like.dtype)
-                live.auxiliary.load_state_dict(self.head)
-            self._live = live
-        move_like(self._live, inner)
-        return self._live
+    def _init_auxiliary_head(self, task: Any, layer: nn.Linear) -> None:
+        """Find the new classes of the task, and create A and a with an output for each and one for the rest."""
+        allowed = getattr(task, "allowed", None)
+        if allowed is None:
+            classes = list(range(layer.out_features))
+        else:
+            classes = allowed[getattr(task, "id", None)].nonzero().flatten().tolist()
 
-    def _attach(self, model: nn.Module) -> FeatureBank:
-        """Hooks on the user's model, unless they are there."""
-        inner = unwrap(model)
-        live = self._extractors(inner)
-        if not live.is_on(inner):
-            live.lead_into(inner, any("_orig_mod" in m._modules for m in model.modules()))
-        return live
+        # A task without new classes, as in domain-incremental learning, has to tell its classes from remembered ones.
+        self.new_classes = [c for c in classes if c not in self.known_classes] or classes
+        self.known_classes = sorted({*self.known_classes, *classes})
 
-    def _numbers(self, batch: Batch) -> Tensor:
-        """The tasks of a batch."""
-        return torch.tensor([-1 - self.tasks]) if batch.t is None else batch.t.unique()
-
-    def _pass_over(self, inner: nn.Module, live: FeatureBank, task: Any) -> tuple[Tensor, Rows]:
-        """The features of all the task's examples, and what the memory may keep of each."""
-        device, found, kept = next(inner.parameters()).device, [], []
-        for batch in as_task(task).examples(CHUNK):
-            rows = batch.labeled_rows()
-            batch = batch if rows is None else batch[rows]
-            found.append(live.all_features(inner, batch.to(device).x))
-            kept.append(self.row_fields(batch, batch.labels()))
-        if not kept:
-            raise ValueError(
-                f"There are no examples of {as_task(task)} to remember; a generator can be read once only: give a list or a "
-                "DataLoader."
-            )
-        return torch.cat(found), {n: tree_map(lambda *v: torch.cat(v), *(k[n] for k in kept)) for n in ("x", "y", "t")}
-
-    def _balance(self, inner: nn.Module, live: FeatureBank, task: Any, phi: Tensor, rows: Rows) -> None:
-        """Let the classifier learn on, or anew, from every class of every task as often as from any other."""
-        memory, view, seen = self.memory.rows(), getattr(task, "eval_transform", None), []
-        old = ~torch.isin(memory["t"], rows["t"].cpu().unique())
-        if not old.any():
+        if self._bank is None:
             return
-        for at in torch.arange(len(old)).split(CHUNK):
-            x = tree_map(lambda v, at=at: v[at], memory["x"])
-            x = viewed(x, memory["t"][at], self._views, view)
-            seen.append(live.all_features(inner, tree_map(lambda v: v.to(phi.device), x)))
-        y, t = (torch.cat([memory[n], rows[n].cpu()]) for n in ("y", "t"))
+        self._bank.auxiliary = None
+        if self.tasks_begun and self.auxiliary:
+            weight = layer.weight
+            outputs = len(self.new_classes) + 1
+            with seeded(derive(self.seed, "auxiliary", self.tasks_begun), weight.device):
+                self._bank.auxiliary = nn.Linear(layer.in_features, outputs, True, weight.device, weight.dtype)
+
+    def join(self, batch: Batch) -> Batch:
+        """Concatenate new and remembered examples, and mark those of earlier tasks."""
+        joint_batch = batch
+        is_old = torch.zeros(len(batch), dtype=torch.bool, device=batch.labels().device)
+        replayed = self.draw(batch)
+        if replayed is not None:
+            replayed_batch, rows = replayed
+            joint_batch = batch + replayed_batch
+            current_tasks = self._task_indices(batch).to(rows["t"].device)
+            is_old = torch.cat([is_old, ~torch.isin(rows["t"], current_tasks)])
+
+        self._is_old = None
+        if self._bank is not None and self._bank.auxiliary is not None:
+            self._is_old = is_old
+            self._bank.records_newest = True
+        return joint_batch
+
+    def task_loss(self, batch: Batch, out: Tensor) -> Tensor:
+        """Compute CE(W Φ + b, y) + auxiliary · CE(A φ_T + a, y′)."""
+        if not self.tasks_begun:
+            raise ValueError(
+                "ExpandableRepresentation has no task: call begin_task(model, task) before the first step."
+            )
+        loss = batch.loss(out)
+        if not isinstance(batch.likelihood, Categorical) or batch.labels().dim() != 1:
+            raise TypeError(
+                f"ExpandableRepresentation needs one class per example, not {batch.likelihood} with labels of shape "
+                f"{tuple(batch.labels().shape)}: use ER."
+            )
+        if self._bank is None:
+            return loss
+
+        phi = self._bank.pop_newest_features()
+        if self._bank.auxiliary is None or phi is None or self._is_old is None:
+            return loss
+        targets = self.auxiliary_targets(batch.labels(), self._is_old)
+        self._is_old = None
+        return loss + self.auxiliary * F.cross_entropy(self._bank.auxiliary(phi), targets)
+
+    def auxiliary_targets(self, y: Tensor, is_old: Tensor) -> Tensor:
+        """Compute y′: 0 for examples of earlier tasks and known classes, else 1 + the index among the new classes.
+
+        Ignored labels (-100) stay ignored.
+        """
+        new_classes = torch.tensor(self.new_classes, device=y.device)
+        numbers = torch.arange(1, len(new_classes) + 1, device=y.device)
+        class_number = ((y[:, None] == new_classes) * numbers).sum(1)
+        targets = torch.where(is_old, 0, class_number)
+        return torch.where(y == -100, y, targets)
+
+    def end_task(self, model: nn.Module, task: Any) -> None:
+        """Fine-tune the classifier on balanced data, then add examples of the task to the memory."""
+        if not self.tasks_begun:
+            raise ValueError("ExpandableRepresentation.end_task before any begin_task(model, task).")
+        if not self.is_task_open:
+            return
+        inner = unwrap(model)
+        bank = self._attach(model)
+        self._check_training(inner, bank)
+
+        phi, rows = self._task_features(inner, bank, task)
+        if len(bank) and self.tune_epochs and len(self.memory):
+            self._tune_classifier(inner, bank, task, phi, rows)
+
+        if self.policy == "herding":
+            self.memory.add(**rows, features=F.normalize(phi, dim=-1))
+        else:
+            self.memory.add(**rows)
+        super().end_task(model, task)
+
+    def _tune_classifier(self, inner: nn.Module, bank: FeatureBank, task: Any, phi: Tensor, rows: Rows) -> None:
+        """Fine-tune W and b with fixed Φ, on equally many examples from every class of every task."""
+        memory_rows = self.memory.rows()
+        is_old = ~torch.isin(memory_rows["t"], rows["t"].cpu().unique())
+        if not is_old.any():
+            return
+        memory_phi = self._memory_features(inner, bank, task, phi.device)
+
+        # A group is a class of a task. The largest remembered group of earlier tasks sets the size of all.
+        y = torch.cat([memory_rows["y"], rows["y"].cpu()])
+        t = torch.cat([memory_rows["t"], rows["t"].cpu()])
         groups = torch.stack([t, y]).unique(dim=1, return_inverse=True)[1]
-        share = int(groups[: len(old)][old].bincount().max())
-        layer = output_layer(inner, self.output)[1]
-        inputs = torch.cat([*seen, phi]).to(accumulate_dtype(layer.weight))
-        pool = Batch(inputs, y, t, getattr(task, "allowed", None)).to(phi.device)
-        whole, seed = live.classifier(layer).to(inputs.dtype), derive(self.seed, "balance", self.tasks)
+        group_size = int(groups[: len(is_old)][is_old].bincount().max())
+
+        _, layer = output_layer(inner, self.output)
+        features = torch.cat([memory_phi, phi]).to(accumulate_dtype(layer.weight))
+        pool = Batch(features, y, t, getattr(task, "allowed", None)).to(phi.device)
+        classifier = bank.merge_classifier(layer).to(features.dtype)
+        seed = derive(self.seed, "balance", self.tasks)
         if self.tune_from == "learned":
-            scaled(whole, self.temperature)  # starts with the outputs it has
+            # With softmax(out / temperature), fine-tuning starts from the current outputs.
+            scale_outputs_(classifier, self.temperature)
         else:
             with seeded(seed, phi.device):
-                whole.reset_parameters()
-        how = {"lr": self.tune_lr, "temperature": self.temperature}
-        made = scaled(fitted(whole, pool, groups, share, self.tune_epochs, seed, **how), 1 / self.temperature)
-        check_finite(dict(made.named_parameters()))
-        live.write(layer, made)
+                classifier.reset_parameters()
+
+        tuned = fit_classifier(
+            classifier,
+            pool,
+            groups,
+            group_size,
+            self.tune_epochs,
+            seed,
+            lr=self.tune_lr,
+            temperature=self.temperature,
+        )
+        scale_outputs_(tuned, 1 / self.temperature)
+        check_finite(dict(tuned.named_parameters()))
+        bank.write_classifier(layer, tuned)

@@ -1,4 +1,4 @@
-"""Feature extractors side by side: frozen copies of a network, and one classifier over what all of them see."""
+"""A bank of frozen feature extractors, with one classifier over the features of all of them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from everlearn.surgery.hooks import Hook, remove_hooks, without_hooks
 
 
 class FeatureBank(nn.Module):
-    """Frozen feature extractors in evaluation mode, the classifier's weights for each, and the auxiliary head of the newest.
+    """Frozen feature extractors, their blocks of the classifier's weights, and the auxiliary head of the newest one.
 
         out = W [φ₁(x) … φ_T(x)] + b = Σ_j W_j φ_j(x) + b
 
-    φ is what the output layer of a network is given. The newest extractor, its W_T and b are the user's own model; the others
-    are here. Blocks W_j are tensors of their own, so that what is learned for one extractor stands beside the others.
+    The features φ are the inputs of a network's output layer. The newest extractor φ_T, its block W_T and b belong to
+    the user's model. The bank holds the earlier extractors, in evaluation mode, and their blocks. Each block is a
+    separate parameter, so that a new extractor does not change the shape of the existing ones.
 
     Args:
         output: name of the output layer.
@@ -30,155 +31,179 @@ class FeatureBank(nn.Module):
     def __init__(self, output: str) -> None:
         super().__init__()
         self.output = output
-        self.nets, self.blocks = nn.ModuleList(), nn.ParameterList()
+        self.nets = nn.ModuleList()
+        self.blocks = nn.ParameterList()
         self.auxiliary: nn.Linear | None = None
-        self.listening = False  # whether the next pass is to leave what the newest extractor sees
-        self.newest: Tensor | None = None
-        self._before: list[Tensor] | None = None
+        # Whether the next forward pass stores φ_T(x), the input of the auxiliary head.
+        self.records_newest = False
+        self._newest_features: Tensor | None = None
+        self._frozen_features: list[Tensor] | None = None
         self.eval()
 
     def __len__(self) -> int:
         return len(self.nets)
 
     def __bool__(self) -> bool:
-        return True  # also without an extractor
+        return True  # also when it is empty
 
     def add(self, net: nn.Module, weight: Tensor) -> None:
-        """One more that is frozen, with the classifier's weights for it."""
+        """Add a frozen extractor with its block of the classifier's weights."""
         self.nets.append(net.eval().requires_grad_(False))
         self.blocks.append(nn.Parameter(weight.detach().clone()))
 
-    def learning(self) -> list[nn.Parameter]:
-        """What an optimizer is to move: the classifier's weights and the auxiliary head."""
-        return [*self.blocks, *([] if self.auxiliary is None else self.auxiliary.parameters())]
+    def trained_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that an optimizer trains: the classifier's blocks and the auxiliary head."""
+        if self.auxiliary is None:
+            return list(self.blocks)
+        return [*self.blocks, *self.auxiliary.parameters()]
 
     @torch.no_grad()
-    def earlier(self, *args: Any, **kwargs: Any) -> list[Tensor]:
-        """What each frozen extractor sees."""
+    def frozen_features(self, *args: Any, **kwargs: Any) -> list[Tensor]:
+        """Compute the features of each frozen extractor."""
         return [compute_features(net, self.output, *args, **kwargs) for net in self.nets]
 
     @torch.no_grad()
     def all_features(self, inner: nn.Module, x: Any) -> Tensor:
-        """[φ₁(x) … φ_T(x)] in evaluation mode, the last by the user's model."""
+        """Compute [φ₁(x) … φ_T(x)] in evaluation mode; φ_T is the user's model."""
         with without_hooks(inner), evaluating(inner):
-            return torch.cat([*self.earlier(x), compute_features(inner, self.output, x)], -1)
+            features = [*self.frozen_features(x), compute_features(inner, self.output, x)]
+        return torch.cat(features, -1)
 
     @torch.no_grad()
-    def classifier(self, layer: nn.Linear) -> nn.Linear:
-        """A copy of the whole classifier as one layer, from the user's output layer and the other blocks."""
+    def merge_classifier(self, layer: nn.Linear) -> nn.Linear:
+        """Copy the classifier into one layer: the blocks of the bank, then the user's output layer."""
         blocks = [grown(w, layer.weight.shape) for w in [*self.blocks, layer.weight]]
         with seeded(0):
-            whole = wider(layer, len(blocks) * layer.in_features)
-        whole.weight.copy_(torch.cat(blocks, 1))
+            classifier = new_classifier(layer, len(blocks) * layer.in_features)
+        classifier.weight.copy_(torch.cat(blocks, 1))
         if layer.bias is not None:
-            whole.bias.copy_(layer.bias)
-        return whole
+            classifier.bias.copy_(layer.bias)
+        return classifier
 
-    def together(self, inner: nn.Module, layer: nn.Linear) -> JointClassifier:
-        """Copies of all extractors, the newest among them, under one classifier."""
+    @torch.no_grad()
+    def write_classifier(self, layer: nn.Linear, classifier: nn.Linear) -> None:
+        """Copy a merged classifier back into the blocks of the bank and the user's output layer."""
+        new_blocks = classifier.weight.chunk(len(self) + 1, 1)
+        for block, new_block in zip([*self.blocks, layer.weight], new_blocks, strict=True):
+            block.copy_(new_block)
+        if layer.bias is not None:
+            layer.bias.copy_(classifier.bias)
+
+    def merge(self, inner: nn.Module, layer: nn.Linear) -> JointClassifier:
+        """Copy all extractors, including the user's model, into one module with the merged classifier."""
         with without_hooks(inner):
-            nets = [copy.deepcopy(net) for net in [*self.nets, inner]]
-        for net in nets:
-            parent, _, leaf = self.output.rpartition(".")
-            setattr(net.get_submodule(parent), leaf, nn.Identity())  # what the output layer is given, the net now gives
-        return JointClassifier(nets, self.classifier(layer)).eval()
+            extractors = [copy.deepcopy(net) for net in [*self.nets, inner]]
+
+        # Without its output layer, a network returns its features.
+        parent, _, leaf = self.output.rpartition(".")
+        for net in extractors:
+            setattr(net.get_submodule(parent), leaf, nn.Identity())
+        return JointClassifier(extractors, self.merge_classifier(layer)).eval()
 
     @torch.no_grad()
-    def write(self, layer: nn.Linear, whole: nn.Linear) -> None:
-        """Give the classifier the weights of a layer such as ``classifier`` gives."""
-        for own, new in zip([*self.blocks, layer.weight], whole.weight.chunk(len(self) + 1, 1), strict=True):
-            own.copy_(new)
-        if layer.bias is not None:
-            layer.bias.copy_(whole.bias)
-
-    @torch.no_grad()
-    def widen(self, outputs: int) -> None:
-        """New outputs of an output layer that has grown: rows as in a new layer."""
+    def grow_outputs(self, outputs: int) -> None:
+        """Add rows to each block for an output layer that has grown, initialized as in a new layer."""
         for j, block in enumerate(self.blocks):
-            if (more := outputs - len(block)) > 0:
-                rows = nn.Linear(block.shape[1], more, False, block.device, block.dtype).weight
+            new_outputs = outputs - len(block)
+            if new_outputs > 0:
+                rows = nn.Linear(block.shape[1], new_outputs, False, block.device, block.dtype).weight
                 self.blocks[j] = nn.Parameter(torch.cat([block, rows]))
 
-    def is_on(self, inner: nn.Module) -> bool:
-        """Whether this model's output layer is told by these extractors."""
+    def is_connected(self, inner: nn.Module) -> bool:
+        """Whether the hooks of this bank are on the model."""
         hooks = inner.get_submodule(self.output)._forward_hooks.values()
-        return any(isinstance(h, Hook) and h.args[:1] == (self,) for h in hooks)
+        return any(isinstance(hook, Hook) and hook.args[:1] == (self,) for hook in hooks)
 
-    def lead_into(self, inner: nn.Module, compiled: bool = False) -> None:
-        """From now on the frozen extractors run before a model does, and its output layer is told what they see."""
-        if (remove_hooks(inner) or len(self)) and compiled:
-            torch.compiler.reset()  # or what was compiled before would go on without the hooks
+    def connect(self, inner: nn.Module, compiled: bool = False) -> None:
+        """Register hooks that run the frozen extractors before the model and add their part to its outputs."""
+        removed = remove_hooks(inner)
+        # A compiled model ignores changes of hooks after its first call.
+        if (removed or len(self)) and compiled:
+            torch.compiler.reset()
         if not len(self):
             return
-        hooks: list[Any] = [_ask, _tell, _forget]
-        if compiled:  # what passes from one to the other cannot be compiled
+
+        hooks: list[Any] = [_compute_frozen_features, _add_frozen_outputs, _clear_frozen_features]
+        # The features pass from one hook to the next, which cannot be compiled.
+        if compiled:
             hooks = [torch.compiler.disable(hook) for hook in hooks]
-        ask, tell, forget = (Hook(hook, self) for hook in hooks)
-        inner.register_forward_pre_hook(ask, with_kwargs=True)
-        inner.get_submodule(self.output).register_forward_hook(tell, with_kwargs=True)
-        inner.register_forward_hook(forget)
+        compute_hook, add_hook, clear_hook = (Hook(hook, self) for hook in hooks)
+        inner.register_forward_pre_hook(compute_hook, with_kwargs=True)
+        inner.get_submodule(self.output).register_forward_hook(add_hook, with_kwargs=True)
+        inner.register_forward_hook(clear_hook)
 
-    def tell(self, newest: Tensor, out: Tensor) -> Tensor:
-        """To what the output layer makes of the newest features, what the classifier makes of the others."""
-        if self._before is None:
+    def add_frozen_outputs(self, newest_features: Tensor, out: Tensor) -> Tensor:
+        """Add Σ_{j<T} W_j φ_j(x) to the output layer's W_T φ_T(x) + b."""
+        if self._frozen_features is None:
             raise RuntimeError(
-                f"The extractors work together: call the model as a whole, not its part {self.output} alone, nor twice."
+                "The features of the frozen extractors are missing: call the entire model, not its layer "
+                f"{self.output} alone, and let the model call that layer once."
             )
-        if self.listening:
-            self.newest, self.listening = newest, False
-        said = [F.linear(h, w) for h, w in zip(self._before, self.blocks, strict=True)]
-        self._before = None
-        return out + F.pad(sum(said[1:], said[0]), (0, out.shape[-1] - said[0].shape[-1]))
+        if self.records_newest:
+            self._newest_features = newest_features
+            self.records_newest = False
 
-    def heard(self) -> Tensor | None:
-        """What the newest extractor saw in the last pass, once."""
-        newest, self.newest, self.listening = self.newest, None, False
-        return newest
+        block_outputs = [F.linear(phi, w) for phi, w in zip(self._frozen_features, self.blocks, strict=True)]
+        self._frozen_features = None
+        frozen_sum = sum(block_outputs[1:], block_outputs[0])
+
+        # The output layer may have grown since the blocks were created.
+        new_outputs = out.shape[-1] - frozen_sum.shape[-1]
+        return out + F.pad(frozen_sum, (0, new_outputs))
+
+    def pop_newest_features(self) -> Tensor | None:
+        """Return φ_T(x) of the last forward pass, and clear it."""
+        newest_features = self._newest_features
+        self._newest_features = None
+        self.records_newest = False
+        return newest_features
 
 
 class JointClassifier(nn.Module):
-    """W [φ₁(x) … φ_T(x)] + b, as a module like any other."""
+    """W [φ₁(x) … φ_T(x)] + b as a plain module."""
 
     def __init__(self, extractors: list[nn.Module], classifier: nn.Linear) -> None:
         super().__init__()
-        self.extractors, self.classifier = nn.ModuleList(extractors), classifier
+        self.extractors = nn.ModuleList(extractors)
+        self.classifier = classifier
 
     def forward(self, x: Any) -> Tensor:
-        """Outputs."""
-        said: Tensor = self.classifier(torch.cat([phi(x) for phi in self.extractors], -1))
-        return said
+        """Compute the logits of all classes."""
+        features = torch.cat([phi(x) for phi in self.extractors], -1)
+        logits: Tensor = self.classifier(features)
+        return logits
 
 
-def wider(layer: nn.Linear, inputs: int) -> nn.Linear:
-    """A new layer with the outputs of another, drawn as torch does."""
-    return nn.Linear(inputs, layer.out_features, layer.bias is not None, layer.weight.device, layer.weight.dtype)
+def new_classifier(layer: nn.Linear, in_features: int) -> nn.Linear:
+    """Create a layer with the outputs of another, initialized as torch does."""
+    weight = layer.weight
+    return nn.Linear(in_features, layer.out_features, layer.bias is not None, weight.device, weight.dtype)
 
 
 def check_separate(inner: nn.Module, name: str, layer: nn.Linear) -> None:
-    """Refuse a model without an extractor, or whose output layer is part of it."""
-    own = {id(p) for p in layer.parameters()}
-    if not name or not any(id(p) not in own for p in inner.parameters()):
+    """Raise if a model has no feature extractor, or if its output layer shares weights with the extractor."""
+    layer_ids = {id(p) for p in layer.parameters()}
+    if not name or all(id(p) in layer_ids for p in inner.parameters()):
         raise ValueError(
-            f"ExpandableRepresentation finds no feature extractor in {type(inner).__name__}: there are no parameters besides "
-            "the output layer's. Use a deeper model, or name the output layer with output=…."
+            f"ExpandableRepresentation finds no feature extractor in {type(inner).__name__}: it has no parameters "
+            "besides those of the output layer. Use a deeper model, or name the output layer with output=…."
         )
-    names = [
-        n for n, p in inner.named_parameters(remove_duplicate=False) if id(p) in own and not n.startswith(f"{name}.")
-    ]
-    if names:
-        raise ValueError(
-            f"The output layer {name!r} shares its weights with {names[0]}: they cannot be frozen with the extractor and go on "
-            "learning with the classifier. Untie them."
-        )
+    for parameter_name, p in inner.named_parameters(remove_duplicate=False):
+        if id(p) in layer_ids and not parameter_name.startswith(f"{name}."):
+            raise ValueError(
+                f"The output layer {name!r} shares its weights with {parameter_name}: they cannot be frozen with the "
+                "extractor and trained with the classifier. Untie them."
+            )
 
 
-def _ask(extractors: FeatureBank, net: nn.Module, args: Any, kwargs: Any) -> None:
-    extractors._before = extractors.earlier(*args, **kwargs)
+def _compute_frozen_features(bank: FeatureBank, net: nn.Module, args: Any, kwargs: Any) -> None:
+    bank._frozen_features = bank.frozen_features(*args, **kwargs)
 
 
-def _tell(extractors: FeatureBank, layer: nn.Module, args: Any, kwargs: Any, out: Tensor) -> Tensor:
-    return extractors.tell(args[0] if args else kwargs["input"], out)
+def _add_frozen_outputs(bank: FeatureBank, layer: nn.Module, args: Any, kwargs: Any, out: Tensor) -> Tensor:
+    newest_features = args[0] if args else kwargs["input"]
+    return bank.add_frozen_outputs(newest_features, out)
 
 
-def _forget(extractors: FeatureBank, net: nn.Module, args: Any, out: Any) -> None:
-    extractors._before = None
+def _clear_frozen_features(bank: FeatureBank, net: nn.Module, args: Any, out: Any) -> None:
+    bank._frozen_features = None

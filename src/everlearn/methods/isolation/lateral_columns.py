@@ -1,4 +1,4 @@
-"""Columns of a progressive network: networks side by side, each told what the layers of those before it are given."""
+"""Columns of a progressive network, and lateral connections from each column to later ones."""
 
 from __future__ import annotations
 
@@ -10,178 +10,239 @@ from torch import Tensor, nn
 
 from everlearn.core.parameters import Params
 from everlearn.surgery.hooks import Hook
+from everlearn.surgery.tracing import num_inputs
 
 CONVOLUTIONS: tuple[Any, ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-Given = dict[str, list[Tensor]]  # what the layers of a column were given, call by call
+LayerInputs = dict[str, list[Tensor]]  # inputs of the layers of a column, call by call
 
 
 class Lateral(nn.Module):
-    """What a layer is told by the columns before: U σ(V [α_j h_j]), or Σ_j U_j h_j; no biases, so that α = 0 says nothing."""
+    """Lateral connection from earlier columns into a layer, without biases.
+
+        adapter:  U σ(V [α_j h_j])
+        linear:   Σ_j U_j h_j
+
+    h_j is the input of the same layer in column j. With α = 0 an adapter contributes nothing.
+
+    Args:
+        layer: the layer of the new column.
+        widths: number of inputs of that layer in each earlier column.
+        adapter: whether to use an adapter.
+    """
 
     def __init__(self, layer: Any, widths: list[int], adapter: bool) -> None:
         super().__init__()
-        own, total, conv = _width(layer), sum(widths), _convolution(layer)
-        self.axis = -1 if conv is None else -1 - len(layer.kernel_size)
+        width = num_inputs(layer)
+        conv = _convolution_type(layer)
         self.adapter = adapter
+        # Channels come before the spatial dimensions of a convolution.
+        self.axis = -1
+        if conv is not None:
+            self.axis = -1 - len(layer.kernel_size)
+
+        # α and V bring the inputs of all columns to the width of the layer's input; U has the shape of the layer.
         if adapter:
             self.alpha = nn.Parameter(0.1 * torch.randn(len(widths)))
-            self.down = nn.Linear(total, own, bias=False) if conv is None else conv(total, own, 1, bias=False)
-        self.up = nn.ModuleList(_like(layer, width) for width in ([own] if adapter else widths))
+            if conv is None:
+                self.V = nn.Linear(sum(widths), width, bias=False)
+            else:
+                self.V = conv(sum(widths), width, 1, bias=False)
+            widths = [width]
+        self.U = nn.ModuleList(_layer_like(layer, n) for n in widths)
         self.to(layer.weight.device, layer.weight.dtype)
 
-    def forward(self, before: list[Tensor]) -> Tensor:
-        """From what the same layer was given in each column before."""
+    def forward(self, h: list[Tensor]) -> Tensor:
+        """Compute the contribution to the layer's outputs from its inputs in each earlier column."""
         if self.adapter:
-            scaled = [a * h for a, h in zip(self.alpha.unbind(), before, strict=True)]
-            before = [self.down(torch.cat(scaled, self.axis)).relu()]
-        first, *more = [up(h) for up, h in zip(self.up, before, strict=True)]
-        total: Tensor = sum(more, first)
+            scaled = [alpha_j * h_j for alpha_j, h_j in zip(self.alpha.unbind(), h, strict=True)]
+            h = [self.V(torch.cat(scaled, self.axis)).relu()]
+        first, *others = [U_j(h_j) for U_j, h_j in zip(self.U, h, strict=True)]
+        total: Tensor = sum(others, first)
         return total
 
 
-class Pass:
-    """One forward pass of a column: what its layers are given, and what those of the columns before it were."""
+class ColumnPass:
+    """A forward pass of a column: it records the inputs of layers and adds the laterals to their outputs.
 
-    def __init__(self, links: Any, before: list[Given] | None = None) -> None:
-        self.links, self.before = links, before
-        self.given: Given = {}
+    Args:
+        laterals: laterals into the column, by ``module_key`` of the layer.
+        earlier_inputs: inputs of the layers of each earlier column; None before these columns have run.
+    """
 
-    def hook(self, net: nn.Module, layers: list[str]) -> list[Any]:
-        """Have these layers take part."""
-        every = visible(net)
-        return [every[n].register_forward_hook(Hook(self.add, n), with_kwargs=True) for n in layers if n in every]
+    def __init__(self, laterals: Any, earlier_inputs: list[LayerInputs] | None = None) -> None:
+        self.laterals = laterals
+        self.earlier_inputs = earlier_inputs
+        self.inputs: LayerInputs = {}
 
-    def add(self, name: str, layer: nn.Module, args: Any, kwargs: Any, out: Tensor) -> Tensor | None:
-        """To what a layer says, what its laterals say."""
-        if self.before is None:
-            raise RuntimeError(f"PNN's columns work together: call the model as a whole, not its part {name} alone.")
-        calls = self.given.setdefault(name, [])
+    def register_hooks(self, net: nn.Module, layers: list[str]) -> list[Any]:
+        """Register a hook on each of these layers."""
+        candidates = find_layers(net)
+        handles = []
+        for name in layers:
+            if name in candidates:
+                hook = Hook(self.add_lateral, name)
+                handles.append(candidates[name].register_forward_hook(hook, with_kwargs=True))
+        return handles
+
+    def add_lateral(self, name: str, layer: nn.Module, args: Any, kwargs: Any, outputs: Tensor) -> Tensor | None:
+        """Record the input of a layer, and return its outputs plus its lateral; None if it has no lateral."""
+        if self.earlier_inputs is None:
+            raise RuntimeError(f"PNN's columns run together: call the model as a whole, not its part {name} alone.")
+        calls = self.inputs.setdefault(name, [])
         calls.append(args[0] if args else kwargs["input"])
-        if key(name) not in self.links or any(len(given.get(name, ())) < len(calls) for given in self.before):
-            return None  # a column before has not called this layer, or not so often
-        said: Tensor = self.links[key(name)]([given[name][len(calls) - 1] for given in self.before])
-        return out + said
+
+        if module_key(name) not in self.laterals:
+            return None
+        # An earlier column may have called this layer less often.
+        if any(len(inputs.get(name, ())) < len(calls) for inputs in self.earlier_inputs):
+            return None
+        h = [inputs[name][len(calls) - 1] for inputs in self.earlier_inputs]
+        contribution: Tensor = self.laterals[module_key(name)](h)
+        return outputs + contribution
 
 
 class ColumnStack(nn.Module):
-    """Frozen columns in evaluation mode, with laterals from each to all after it; the answer is that of the last.
+    """Frozen columns in evaluation mode, with laterals from each to all later ones; returns the last one's outputs.
 
-    Hooks are put on for each pass and taken off again, so that between passes all are plain modules: they can be copied, saved
-    and exported. While they are on, torch's transformer layers do not take the shortcut that calls no layers.
+    Hooks are registered for each pass and removed after it. Between passes all columns are plain modules, which can be
+    copied, saved and exported. The hooks also keep torch's transformer layers off their fast path, which calls no
+    layers.
     """
 
     def __init__(self, layers: list[str]) -> None:
         super().__init__()
         self.layers = layers
-        self.columns, self.links = nn.ModuleList(), nn.ModuleList()
+        self.columns = nn.ModuleList()
+        self.laterals = nn.ModuleList()
         self.eval()
 
-    def __len__(self) -> int:
-        return len(self.columns)
-
-    def __bool__(self) -> bool:
-        return True  # also without a column
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the last column says."""
-        return self.run(len(self), *args, **kwargs)[0]
+        """Compute the outputs of the last column."""
+        return self.run(len(self.columns), *args, **kwargs)[0]
 
-    def run(self, count: int, *args: Any, **kwargs: Any) -> tuple[Any, list[Given]]:
-        """What the last of the first so many columns says, and what the layers of all of them were given."""
-        out, seen = None, list[Given]()
-        for net, links in islice(zip(self.columns, self.links, strict=True), count):
-            now = Pass(links, list(seen))
-            hooks = now.hook(net, self.layers)
+    def run(self, count: int, *args: Any, **kwargs: Any) -> tuple[Any, list[LayerInputs]]:
+        """Run the first ``count`` columns.
+
+        Returns:
+            The outputs of the last of them, and the inputs of the layers of each.
+        """
+        outputs = None
+        earlier_inputs: list[LayerInputs] = []
+        for net, laterals in islice(zip(self.columns, self.laterals, strict=True), count):
+            column_pass = ColumnPass(laterals, list(earlier_inputs))
+            handles = column_pass.register_hooks(net, self.layers)
             try:
-                out = net(*args, **kwargs)
+                outputs = net(*args, **kwargs)
             finally:
-                for hook in hooks:
-                    hook.remove()
-            seen.append(now.given)
-        return out, seen
+                for handle in handles:
+                    handle.remove()
+            earlier_inputs.append(column_pass.inputs)
+        return outputs, earlier_inputs
 
-    def add(self, net: nn.Module, links: nn.ModuleDict) -> None:
-        """One more column, with the laterals that lead into it."""
+    def add(self, net: nn.Module, laterals: nn.ModuleDict) -> None:
+        """Add a column and the laterals into it."""
         self.columns.append(net.eval().requires_grad_(False))
-        self.links.append(links.eval().requires_grad_(False))
+        self.laterals.append(laterals.eval().requires_grad_(False))
 
     def shorten(self, count: int) -> None:
-        """Keep the first so many columns only."""
-        del self.columns[count:], self.links[count:]
+        """Keep the first ``count`` columns."""
+        del self.columns[count:]
+        del self.laterals[count:]
 
-    def laterals(self, net: nn.Module, k: int, adapter: bool, kept: dict[str, Params] | None = None) -> nn.ModuleDict:
-        """Those from the first k columns into a net: new ones, or as they were kept."""
-        links, every = nn.ModuleDict(), visible(net)
-        for name in (self.layers if kept is None else kept) if k else ():
-            if name in every:
-                widths = [_width(column.get_submodule(name)) for column in islice(self.columns, k)]
-                link = Lateral(every[name], widths, adapter if kept is None else "alpha" in kept[name])
-                if kept is not None:
-                    link.load_state_dict(kept[name])
-                links[key(name)] = link
-        return links
+    def create_laterals(
+        self, net: nn.Module, k: int, adapter: bool, stored: dict[str, Params] | None = None
+    ) -> nn.ModuleDict:
+        """Create the laterals from the first k columns into a network.
 
-    def lead_into(self, net: nn.Module, k: int, links: nn.ModuleDict, compiled: bool = False) -> None:
-        """From now on the first k columns run before a net does, which is told by these laterals."""
-        now = Pass(links)
-        ask, forget = _ask, _forget
-        if compiled:  # the columns' own hooks come and go, which cannot be compiled
-            ask, forget = torch.compiler.disable(_ask), torch.compiler.disable(_forget)
-        net.register_forward_pre_hook(Hook(ask, self, k, now), with_kwargs=True)
-        net.register_forward_hook(Hook(forget, now))
-        now.hook(net, self.layers)
+        Args:
+            net: the network of column k.
+            k: number of earlier columns.
+            adapter: whether to use adapters.
+            stored: saved laterals by layer, which decide about adapters; None for new ones.
+        """
+        laterals = nn.ModuleDict()
+        if not k:
+            return laterals
+        candidates = find_layers(net)
+        names = list(self.layers)
+        if stored is not None:
+            names = list(stored)
+        for name in names:
+            if name not in candidates:
+                continue
+            widths = [num_inputs(column.get_submodule(name)) for column in islice(self.columns, k)]
+            if stored is None:
+                laterals[module_key(name)] = Lateral(candidates[name], widths, adapter)
+            else:
+                lateral = Lateral(candidates[name], widths, "alpha" in stored[name])
+                lateral.load_state_dict(stored[name])
+                laterals[module_key(name)] = lateral
+        return laterals
+
+    def connect(self, net: nn.Module, k: int, laterals: nn.ModuleDict, compiled: bool = False) -> None:
+        """Register hooks that run the first k columns before each pass of a network and add these laterals to it."""
+        column_pass = ColumnPass(laterals)
+        run_columns = _run_columns
+        clear_inputs = _clear_inputs
+        if compiled:
+            # The columns' own hooks come and go, which cannot be compiled.
+            run_columns = torch.compiler.disable(_run_columns)
+            clear_inputs = torch.compiler.disable(_clear_inputs)
+        net.register_forward_pre_hook(Hook(run_columns, self, k, column_pass), with_kwargs=True)
+        net.register_forward_hook(Hook(clear_inputs, column_pass))
+        column_pass.register_hooks(net, self.layers)
 
 
-def take_notes(net: nn.Module, layers: list[str]) -> None:
-    """From now on, list the layers that are called with an input that something learns to make."""
-    for name, layer in visible(net).items():
-        layer.register_forward_hook(Hook(_note, layers, name), with_kwargs=True)
+def record_layers(net: nn.Module, layers: list[str]) -> None:
+    """Register hooks that append to ``layers`` each layer that is called with an input that depends on parameters."""
+    for name, layer in find_layers(net).items():
+        layer.register_forward_hook(Hook(_record_layer, layers, name), with_kwargs=True)
 
 
-def leads(net: nn.Module, links: nn.ModuleDict) -> bool:
-    """Whether a net is told by these laterals."""
-    hooks = (h for h in net._forward_pre_hooks.values() if isinstance(h, Hook))
-    return any(isinstance(h.args[-1], Pass) and h.args[-1].links is links for h in hooks)
+def is_connected(net: nn.Module, laterals: nn.ModuleDict) -> bool:
+    """Whether these laterals lead into a network."""
+    for hook in net._forward_pre_hooks.values():
+        if isinstance(hook, Hook) and isinstance(hook.args[-1], ColumnPass) and hook.args[-1].laterals is laterals:
+            return True
+    return False
 
 
-def visible(net: nn.Module) -> dict[str, Any]:
-    """The layers that laterals can lead into, by name."""
-    return {n: m for n, m in net.named_modules() if isinstance(m, (nn.Linear, *CONVOLUTIONS))}
+def find_layers(net: nn.Module) -> dict[str, Any]:
+    """Return the layers that can have laterals, by name."""
+    return {name: module for name, module in net.named_modules() if isinstance(module, (nn.Linear, *CONVOLUTIONS))}
 
 
-def key(name: str) -> str:
-    """A layer's name as that of its laterals; a module's own name may hold no dot."""
+def module_key(name: str) -> str:
+    """Turn the name of a layer into a key of an ``nn.ModuleDict``, which may contain no dot."""
     return name.replace(".", "/")
 
 
-def _note(layers: list[str], name: str, layer: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-    given = args[0] if args else kwargs["input"]
-    if given.requires_grad and torch.is_grad_enabled() and name not in layers:
+def _record_layer(layers: list[str], name: str, layer: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
+    layer_input = args[0] if args else kwargs["input"]
+    if layer_input.requires_grad and torch.is_grad_enabled() and name not in layers:
         layers.append(name)
 
 
-def _ask(tower: ColumnStack, k: int, now: Pass, net: nn.Module, args: Any, kwargs: Any) -> None:
+def _run_columns(stack: ColumnStack, k: int, column_pass: ColumnPass, net: nn.Module, args: Any, kwargs: Any) -> None:
     with torch.no_grad():
-        now.before, now.given = tower.run(k, *args, **kwargs)[1], {}
+        _, column_pass.earlier_inputs = stack.run(k, *args, **kwargs)
+    column_pass.inputs = {}
 
 
-def _forget(now: Pass, net: nn.Module, args: Any, out: Any) -> None:
-    now.before, now.given = None, {}
+def _clear_inputs(column_pass: ColumnPass, net: nn.Module, args: Any, outputs: Any) -> None:
+    column_pass.earlier_inputs = None
+    column_pass.inputs = {}
 
 
-def _convolution(layer: Any) -> Any:
+def _convolution_type(layer: Any) -> Any:
     return next((kind for kind in CONVOLUTIONS if isinstance(layer, kind)), None)
 
 
-def _width(layer: Any) -> int:
-    return int(layer.in_features if isinstance(layer, nn.Linear) else layer.in_channels)
-
-
-def _like(layer: Any, width: int) -> nn.Module:
-    """A layer that gives what another gives, from inputs of some width; ungrouped, without a bias."""
-    conv = _convolution(layer)
+def _layer_like(layer: Any, width: int) -> nn.Module:
+    """Create a layer with outputs of the same shape from ``width`` inputs; ungrouped, without a bias."""
+    conv = _convolution_type(layer)
     if conv is None:
         return nn.Linear(width, layer.out_features, bias=False)
-    form = {n: getattr(layer, n) for n in ("kernel_size", "stride", "padding", "dilation", "padding_mode")}
-    made: nn.Module = conv(width, layer.out_channels, **form, bias=False)
-    return made
+    options = {n: getattr(layer, n) for n in ("kernel_size", "stride", "padding", "dilation", "padding_mode")}
+    new_layer: nn.Module = conv(width, layer.out_channels, **options, bias=False)
+    return new_layer
