@@ -103,14 +103,7 @@ class Batch:
                 "Batches can be concatenated if both or neither have labels, and both or neither have task indices."
             )
 
-        try:
-            x = tree_map(_concatenate, self.x, other.x)
-        except RuntimeError as error:
-            raise ValueError(
-                f"These examples cannot be concatenated into one batch: {error}. Give all inputs the same shape; "
-                "pad sentences to the same length."
-            ) from None
-
+        x = concatenate_inputs(self.x, other.x)
         y = None
         if self.y is not None and other.y is not None:
             y = torch.cat([self.y, other.y])
@@ -169,6 +162,13 @@ class Batch:
             return float(len(self))
         return float(self.likelihood.weight(self.y))
 
+    def num_labels(self) -> Tensor | int:
+        """Number of labels that the loss averages over, without a synchronization with the device."""
+        counted = self.likelihood.counted(self.y)
+        if counted is None:
+            return len(self)
+        return counted.sum()
+
     def labeled_rows(self) -> Tensor | None:
         """Mask of the examples with a label that is not ignored; None if all have one."""
         if self._labeled is not None and self._labeled[0] is self.y:
@@ -189,6 +189,17 @@ class Batch:
         if self.y is None:
             raise ValueError("This batch has no labels: a loss needs them; give pairs (x, y).")
         return self.y
+
+
+def concatenate_inputs(first: Inputs, second: Inputs) -> Inputs:
+    """Concatenate the inputs of two batches."""
+    try:
+        return tree_map(_concatenate, first, second)
+    except RuntimeError as error:
+        raise ValueError(
+            f"These examples cannot be concatenated into one batch: {error}. Give all inputs the same shape; "
+            "pad sentences to the same length."
+        ) from None
 
 
 def _concatenate(*values: Any) -> Any:

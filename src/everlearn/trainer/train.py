@@ -19,6 +19,7 @@ from everlearn.core.method import Method
 from everlearn.core.parameters import is_sharded
 from everlearn.core.task import Task, as_task
 from everlearn.runtime import distributed
+from everlearn.runtime.fingerprint import fingerprint
 from everlearn.runtime.randomness import restore_random_states, unpack_random_states
 from everlearn.trainer.cost import Clock
 from everlearn.trainer.serialization import load_model, rebuild_optimizer
@@ -156,10 +157,11 @@ class TaskTraining:
             load_model(model, resumed["model"])
             method.load_state_dict(resumed["method"])
 
-            # The second call restores hooks and caches; whatever else it changes is loaded again.
+            # The second call restores hooks and caches. What else a method may change there is loaded again.
             method.begin_task(model, task)
             load_model(model, resumed["model"])
-            method.load_state_dict(resumed["method"])
+            if fingerprint(method.state_dict()) != fingerprint(resumed["method"]):
+                method.load_state_dict(resumed["method"])
 
         self._trainable_params = [p for p in [*model.parameters(), *method.parameters()] if p.requires_grad]
         if resumed is None or isinstance(optimizer, Optimizer):
