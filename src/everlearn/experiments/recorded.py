@@ -1,4 +1,4 @@
-"""Recorded results of published tables, written by ``everlearn reproduce --record`` and quoted by ``everlearn advise``."""
+"""Recorded results of published tables: ``everlearn reproduce --record`` writes and ``everlearn advise`` quotes them."""
 
 from __future__ import annotations
 
