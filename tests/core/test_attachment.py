@@ -32,6 +32,7 @@ from everlearn import (
     LwF,
     Method,
     PackNet,
+    Task,
     streams,
 )
 
@@ -52,15 +53,19 @@ METHODS = {
     "derpp": lambda: DERpp(60),
     "agem": lambda: AGEM(60),
     "gem": lambda: GEM(60),
-    "generative": lambda: GenerativeReplay(steps=5, hidden=16, latent=4),
+    "generative": lambda: GenerativeReplay(hidden=16, latent=4),
     "packnet": PackNet,
     "hat": HAT,
     "pnn": PNN,
     "expandnet": ExpandNet,
     "den": DEN,
     "expandable": lambda: ExpandableRepresentation(60),
+    "expandable separate": lambda: ExpandableRepresentation(60, joint=False),
     "chain": lambda: EWC(50.0) + LwF(2.0) + ER(60),
 }
+
+# They pass new and replayed examples through the model together.
+JOINT = ["er", "er by tasks", "generative", "expandable", "chain"]
 
 # One external loop, with options. Every option is used with every method.
 LOOPS = {
@@ -92,7 +97,9 @@ def net(*extra_layers):
 
 
 def all_data(task):
-    return [(torch.cat([x for x, _ in task]), torch.cat([y for _, y in task]))]
+    x = torch.cat([x for x, _ in task])
+    y = torch.cat([y for _, y in task])
+    return Task((x, y), valid=(x, y), steps=3 * len(task))
 
 
 def weights(model):
@@ -165,27 +172,27 @@ def test_attached_equals_own_loop(name, loop, tasks):
     attached_weights = train(METHODS[name](), model, tasks, attach=True, **LOOPS[loop])
     own_weights = train(METHODS[name](), net(), tasks, attach=False, **LOOPS[loop])
     # In bfloat16 a joint pass and two passes may round differently.
-    tolerance = {"rtol": 2e-2, "atol": 2e-2} if loop == "bfloat16" else {"rtol": 1e-7, "atol": 1e-9}
+    tolerance = {"rtol": 5e-2, "atol": 5e-2} if loop == "bfloat16" else {"rtol": 1e-7, "atol": 1e-9}
     torch.testing.assert_close(attached_weights, own_weights, **tolerance)
 
 
-@pytest.mark.parametrize("layer", [nn.BatchNorm1d(20), nn.Dropout(0.3)], ids=["BatchNorm", "dropout"])
-@pytest.mark.parametrize("name", [n for n in METHODS if n not in ("er", "er by tasks", "chain", "generative")])
+@pytest.mark.parametrize("layer", [lambda: nn.BatchNorm1d(20), lambda: nn.Dropout(0.3)], ids=["BatchNorm", "dropout"])
+@pytest.mark.parametrize("name", [n for n in METHODS if n not in JOINT])
 def test_attached_equals_own_loop_with_layers_of_the_batch(name, layer, tasks):
-    if isinstance(layer, nn.Dropout) and name in ("expandable", "expandnet", "den", "pnn"):
+    if isinstance(layer(), nn.Dropout) and name in ("expandable separate", "expandnet", "den", "pnn"):
         pytest.skip("these draw random numbers of their own between the passes")
-    attached_weights = train(METHODS[name](), net(copy.deepcopy(layer)), tasks, attach=True)
-    own_weights = train(METHODS[name](), net(copy.deepcopy(layer)), tasks, attach=False)
+    attached_weights = train(METHODS[name](), net(layer()), tasks, attach=True)
+    own_weights = train(METHODS[name](), net(layer()), tasks, attach=False)
     torch.testing.assert_close(attached_weights, own_weights, rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", ["er", "er by tasks", "chain"])
+@pytest.mark.parametrize("name", JOINT)
 def test_a_joint_pass_through_batchnorm_is_refused(name, tasks):
     with pytest.raises(ValueError, match=r"joint=False"):
         train(METHODS[name](), net(nn.BatchNorm1d(20)), tasks, attach=True)
 
 
-@pytest.mark.parametrize("name", ["finetune", "freeze", "ewc", "ewc online", "mas", "si", "l2", "packnet", "hat"])
+@pytest.mark.parametrize("name", ["finetune", "freeze", "ewc", "ewc online", "mas", "si", "l2", "packnet"])
 @pytest.mark.parametrize("loop", ["plain", "closure", "accumulated", "scaled"])
 def test_penalties_of_parameters_need_no_line(name, loop, tasks):
     attached_weights = train(METHODS[name](), net(), tasks, attach=True, write_line=False, **LOOPS[loop])
@@ -193,7 +200,7 @@ def test_penalties_of_parameters_need_no_line(name, loop, tasks):
     torch.testing.assert_close(attached_weights, own_weights, rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", ["lwf", "er", "er-ace", "der", "derpp", "agem", "gem", "generative", "chain"])
+@pytest.mark.parametrize("name", ["lwf", "er", "er-ace", "der", "derpp", "agem", "gem", "generative", "hat", "expandable", "chain"])
 def test_methods_that_need_the_batch_ask_for_the_line(name, tasks):
     with pytest.raises(ValueError, match=r"write loss = attached\.loss"):
         train(METHODS[name](), net(), tasks, attach=True, write_line=False)
@@ -299,6 +306,7 @@ def test_a_loop_that_adds_the_penalty_itself_counts_it_once(name, call, tasks):
             p.add_(0.1)
 
     expected = torch.autograd.grad(method.loss(model, Batch(x, y)), list(model.parameters()))
+    optimizer.zero_grad()
     with method.attach(model, optimizer):
         if call == "loss":
             method.loss(model, Batch(x, y)).backward()
@@ -319,9 +327,10 @@ def test_a_penalty_that_is_only_displayed_is_still_added(tasks):
             p.add_(0.1)
     expected = torch.autograd.grad(method.loss(model, Batch(x, y)), list(model.parameters()))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer.zero_grad()
     with method.attach(model, optimizer):
         F.cross_entropy(model(x), y).backward()
-        float(method.penalty(model))
+        float(method.penalty(model).detach())
         optimizer.step()
     for p, gradient in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(p.grad, gradient)
