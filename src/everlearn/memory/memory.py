@@ -286,7 +286,7 @@ class Memory:
 
 
 def _draw_integers(count: int, source: torch.Generator) -> Integers:
-    """Draw integers below 2⁶³ one by one, so that the result does not depend on how a stream is cut into batches."""
+    """Draw integers below 2⁶³ one by one, so that the result does not depend on the batch size."""
     draws: Integers = torch.empty(count, dtype=torch.int64, device="cpu").random_(generator=source).numpy()
     return draws
 
