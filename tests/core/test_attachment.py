@@ -200,7 +200,9 @@ def test_penalties_of_parameters_need_no_line(name, loop, tasks):
     torch.testing.assert_close(attached_weights, own_weights, rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", ["lwf", "er", "er-ace", "der", "derpp", "agem", "gem", "generative", "hat", "expandable", "chain"])
+@pytest.mark.parametrize(
+    "name", ["lwf", "er", "er-ace", "der", "derpp", "agem", "gem", "generative", "hat", "expandable", "chain"]
+)
 def test_methods_that_need_the_batch_ask_for_the_line(name, tasks):
     with pytest.raises(ValueError, match=r"write loss = attached\.loss"):
         train(METHODS[name](), net(), tasks, attach=True, write_line=False)
@@ -412,7 +414,7 @@ def test_what_hooks_cannot_serve_is_refused(tasks):
         EWC().attach(model, torch.optim.LBFGS(model.parameters()))
     with pytest.raises(TypeError, match="torch optimizer"):
         EWC().attach(model, object())
-    with pytest.raises(ValueError, match="does not have 1.weight, 1.bias"):
+    with pytest.raises(ValueError, match=r"does not have 1\.weight, 1\.bias"):
         EWC().attach(model, torch.optim.SGD(model[-1].parameters(), 0.1))
     with pytest.raises(ValueError, match="meta"):
         EWC().attach(net().to("meta"), torch.optim.SGD(net().parameters(), 0.1))

@@ -78,6 +78,10 @@ class Replay(Method):
             self.memory.add(**self.row_fields(batch[labeled_rows], outputs[labeled_rows]))
 
     def after_step(self, model: nn.Module) -> None:
+        """Check running statistics in a loop that does not use the method's loss."""
+        self._check_later_statistics(model)
+
+    def _check_later_statistics(self, model: nn.Module) -> None:
         """Check once whether running statistics follow a later task."""
         if self.tasks:
             self._check_statistics(model)

@@ -50,6 +50,7 @@ class DER(Replay):
 
     def penalty(self, model: nn.Module, batch: Batch | None = None, outputs: Tensor | None = None) -> Tensor | float:
         """Return alpha · mean of (f(x′) - z′)²."""
+        self._check_later_statistics(model)
         if batch is None or not self.alpha:
             return 0.0
         drawn = self.draw(batch)

@@ -46,6 +46,7 @@ class ER(Replay):
 
     def task_loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """Compute the weighted mean of L_task and L_memory."""
+        self._check_later_statistics(model)
         earlier_rows = None
         if self.balance == "tasks":
             earlier_rows = self.earlier_task_rows(batch)

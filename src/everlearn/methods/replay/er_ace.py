@@ -41,6 +41,7 @@ class ERACE(Replay):
         """Compute the cross-entropy over the classes of the current batch."""
         if not isinstance(batch.likelihood, Categorical):
             raise TypeError(f"ER-ACE needs classes; {batch.likelihood} has none: use ER.")
+        self._check_later_statistics(model)
         outputs = batch.forward(model)
         y = batch.likelihood.labels(batch.labels()).flatten()
         is_present = torch.zeros(1, outputs.shape[-1], dtype=torch.bool, device=outputs.device)
