@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from typing import TYPE_CHECKING, Any, Self
 
@@ -11,10 +10,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from everlearn.core.attachment_checks import OtherOptimizerWarning, check_attachable, check_weight, torch_optimizer
 from everlearn.core.batch import Batch
+from everlearn.core.data_source import unlisted
 from everlearn.core.forward import read_outputs
 from everlearn.core.likelihood import Categorical, Likelihood
-from everlearn.core.parameters import refuse_meta
 
 if TYPE_CHECKING:
     from everlearn.core.method import Method
@@ -51,8 +51,8 @@ class Attachment:
     def __init__(
         self, method: Method, model: nn.Module, optimizer: Optimizer, likelihood: Likelihood | None = None
     ) -> None:
-        optimizer = _torch_optimizer(optimizer)
-        _check(method, model, optimizer)
+        optimizer = torch_optimizer(optimizer)
+        check_attachable(method, model, optimizer)
         self.method = method
         self.model = model
         self.likelihood = likelihood or Categorical()
@@ -60,47 +60,57 @@ class Attachment:
         # Of the current step: whether the loop's loss has the method's terms by ``loss`` or by the loop's own call.
         self._is_in_loss = False
         self._is_added_by_loop = False
-        self._is_computing = False
+        self.is_computing = False
         self._is_edited = False
         self._is_step_due = False
+        self._is_weight_checked = False
 
         self._handles = [
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
-            register_optimizer_step_pre_hook(_OtherOptimizerWarning(self, optimizer)),
+            register_optimizer_step_pre_hook(OtherOptimizerWarning(self, optimizer)),
         ]
         weakref.finalize(self, self._handles[-1].remove)
         for part in _parts(method):
             part._attached = self
 
     def loss(
-        self, loss: Tensor, x: Any, y: Tensor | None = None, outputs: Any = None, *, weight: float | Tensor = 1.0
+        self, loss: Tensor, x: Any = None, y: Tensor | None = None, outputs: Any = None, *, weight: float | Tensor = 1.0
     ) -> Tensor:
         """Return the loss of the method, with the loop's loss in place of the loss of the new examples.
 
         Args:
             loss: the loop's loss of one micro-batch.
-            x: its inputs, as the model got them.
-            y: its labels, for methods that need them.
+            x: its inputs, as the model got them. They and all that follows are for methods that need the batch.
+            y: its labels.
             outputs: the model's outputs for them, with their graph. Without them the model is called again.
-            weight: what the loop has multiplied a mean over the micro-batch's labels with, such as the number of
-                labels for a sum. Nothing to give if the loop multiplies the result: ``attached.loss(…) / 4``.
+            weight: the loop's factor of a mean over the micro-batch's labels, such as their number for a sum. Not
+                needed if the loop multiplies the result: ``attached.loss(…) / 4``.
         """
-        if outputs is not None:
-            outputs = read_outputs(outputs)
-        labels = None if y is None else self.likelihood.labels(y)
-        batch = Batch(x, labels, likelihood=self.likelihood, outputs=outputs, loop_loss=loss / weight)
-
         self._is_in_loss = True
-        self._is_computing = True
+        self.is_computing = True
         try:
+            if not self.method.needs_batch:
+                return loss + weight * self.method.penalty(self.model)
+            batch = self._make_batch(loss / weight, x, y, outputs)
+            if not self._is_weight_checked:
+                self._is_weight_checked = True
+                check_weight(loss, batch, weight)
             return self.method.loss(self.model, batch) * weight
         finally:
-            self._is_computing = False
+            self.is_computing = False
+
+    def _make_batch(self, loss: Tensor, x: Any, y: Tensor | None, outputs: Any) -> Batch:
+        """Create the batch of a loop that has computed its loss, and perhaps its outputs."""
+        if x is None:
+            raise ValueError(f"{type(self.method).__name__} needs the examples: attached.loss(loss, x, y, outputs).")
+        labels = None if y is None else self.likelihood.labels(unlisted(y))
+        outputs = None if outputs is None else read_outputs(outputs)
+        return Batch(x, labels, likelihood=self.likelihood, outputs=outputs, loop_loss=loss)
 
     def note_loss(self, loss: Tensor | float) -> None:
         """Notice when the loop itself differentiates a loss or penalty of the method."""
-        if not self._is_computing and isinstance(loss, Tensor) and loss.requires_grad:
+        if not self.is_computing and isinstance(loss, Tensor) and loss.requires_grad:
             loss.register_hook(self._note_gradient)
 
     def _note_gradient(self, gradient: Tensor) -> None:
@@ -136,12 +146,12 @@ class Attachment:
                 f"{type(self.method).__name__} needs the examples of each step: after the model's outputs and before "
                 "backward(), write loss = attached.loss(loss, x, y, outputs)."
             )
-        self._is_computing = True
+        self.is_computing = True
         with torch.enable_grad():
             penalty = self.method.penalty(self.model)
             if isinstance(penalty, Tensor) and penalty.requires_grad:
-                penalty.backward()  # type: ignore[no-untyped-call]
-        self._is_computing = False
+                penalty.backward()
+        self.is_computing = False
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Edit the gradients before the step, or after the closure that computes them."""
@@ -194,81 +204,6 @@ class Attachment:
         return type(None), ()
 
 
-class _OtherOptimizerWarning:
-    """Warn when another optimizer moves the model: the method would have no effect. Holds weak references only."""
-
-    def __init__(self, attachment: Attachment, optimizer: Optimizer) -> None:
-        self.attachment = weakref.ref(attachment)
-        self.optimizer = weakref.ref(optimizer)
-        self.checked_optimizers = weakref.WeakSet[Optimizer]()
-
-    def __call__(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        attached_optimizer = self.optimizer()
-        attachment = self.attachment()
-        if optimizer is attached_optimizer or attachment is None or optimizer in self.checked_optimizers:
-            return
-        self.checked_optimizers.add(optimizer)
-
-        is_wrapper = any(value is attached_optimizer for value in vars(optimizer).values())
-        model_ids = {id(p) for p in attachment.model.parameters() if p.requires_grad}
-        moves_model = any(id(p) in model_ids for group in optimizer.param_groups for p in group["params"])
-        if moves_model and not is_wrapper:
-            name = type(attachment.method).__name__
-            warnings.warn(
-                f"A {type(optimizer).__name__} takes this step, but {name} is attached to another optimizer and has no "
-                f"effect: attached.remove(), then {name}.attach(model, optimizer) with the new one.",
-                UserWarning,
-                stacklevel=3,
-            )
-
-
 def _parts(method: Method) -> tuple[Method, ...]:
     """Return a method and, of a chain, its methods."""
     return (method, *getattr(method, "methods", ()))
-
-
-def _torch_optimizer(optimizer: Any) -> Optimizer:
-    """Return the torch optimizer inside wrappers of Accelerate, Lightning or two-step optimizers such as SAM."""
-    while not isinstance(optimizer, Optimizer) or type(optimizer).__module__.startswith("accelerate"):
-        inner = getattr(optimizer, "optimizer", getattr(optimizer, "_optimizer", None))
-        if inner is None:
-            raise TypeError(f"A method is attached to a torch optimizer, got a {type(optimizer).__name__}.")
-        optimizer = inner
-    base = getattr(optimizer, "base_optimizer", None)
-    if isinstance(base, Optimizer):
-        return base
-    return optimizer
-
-
-def _check(method: Method, model: nn.Module, optimizer: Optimizer) -> None:
-    """Raise for optimizers and models whose steps the hooks cannot serve."""
-    refuse_meta(model.parameters())
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise TypeError("LBFGS evaluates the loss several times per step: call the method's hooks in your own loop.")
-    if any(type(part).__module__.startswith("deepspeed") for part in (optimizer, *model.modules())):
-        raise TypeError("DeepSpeed's engine does not give access to its gradients, so no method can edit them.")
-    if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in model.parameters()):
-        raise TypeError(
-            "Parameters of this model have hooks that use each gradient during backward(), as optimizers do that step "
-            "there: a method needs all gradients of a step together."
-        )
-    if method._attached is not None and method._attached._handles:
-        raise ValueError(
-            "This method is attached already: call attached.remove() first. To use two methods, chain them: EWC() + ER()."
-        )
-
-    optimized_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if any(p.requires_grad and id(p) not in optimized_ids for p in method.parameters()):
-        raise ValueError(
-            f"{type(method).__name__} has parameters that this optimizer does not have: create it after "
-            "begin_task(model, task), with [*model.parameters(), *method.parameters()]."
-        )
-    missing = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in optimized_ids]
-    if missing:
-        names = ", ".join(missing[:3])
-        if len(missing) > 3:
-            names += ", …"
-        raise ValueError(
-            f"This optimizer does not have {names}: a method needs one optimizer with all trainable parameters. "
-            "Freeze the others with p.requires_grad_(False)."
-        )
