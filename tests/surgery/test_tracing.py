@@ -99,7 +99,7 @@ def test_a_model_that_cannot_be_traced_is_told_to_name_groups():
         links(Branching(), {"b": "d"})
     with pytest.raises(ValueError, match="'norm' is no BatchNorm"):
         links(Branching(), {"b": ["norm", "c"]})
-    with pytest.raises(ValueError, match="no multiple of the 6 units"):
+    with pytest.raises(ValueError, match="not a multiple of the 6 units"):
         links(nn.Sequential(nn.Linear(4, 6), nn.Linear(4, 2)), {"0": "1"})
 
 

@@ -92,8 +92,8 @@ class Continual(TrainerCallback):  # type: ignore[misc]
         self.method.begin_task(model, self._current_task)
         if list(self.method.parameters()):
             raise TypeError(
-                f"{type(self.method).__name__} has parameters of its own, which Hugging Face's Trainer cannot train: use "
-                "everlearn.train, your own loop or Lightning."
+                f"{type(self.method).__name__} has parameters of its own, which Hugging Face's Trainer cannot train: "
+                "use everlearn.train, your own loop or Lightning."
             )
 
         self._attached = self.method.attach(model, kwargs["optimizer"], self._current_task.likelihood)
