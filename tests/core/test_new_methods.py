@@ -65,7 +65,7 @@ class DistilledReplay(Replay):
             classes = rows["y"].unique()
             means = torch.stack([F.normalize(memory_features[rows["y"] == c].mean(0), dim=0) for c in classes])
             similarity = F.normalize(features(x), dim=-1) @ means.T
-        outputs = torch.full((len(similarity), self.new_outputs), -torch.inf)
+        outputs = torch.full((len(similarity), model[-1].out_features), -torch.inf)
         outputs[:, classes] = similarity
         return outputs
 
@@ -122,14 +122,12 @@ class Prototypes(Method):
         self.counts = torch.zeros(0)
 
     def observe(self, batch, outputs):
-        num_classes = max(int(batch.y.max()) + 1, len(self.counts))
-        sums = outputs.new_zeros(num_classes, outputs.shape[-1])
-        counts = outputs.new_zeros(num_classes)
-        if len(self.counts):
-            sums[: len(self.counts)] = self.sums
-            counts[: len(self.counts)] = self.counts
-        self.sums = sums.index_add(0, batch.y, outputs)
-        self.counts = counts + batch.y.bincount(minlength=num_classes)
+        if not len(self.counts):
+            num_classes = batch.allowed.shape[1]
+            self.sums = outputs.new_zeros(num_classes, outputs.shape[-1])
+            self.counts = outputs.new_zeros(num_classes)
+        self.sums = self.sums.index_add(0, batch.y, outputs)
+        self.counts = self.counts + batch.y.bincount(minlength=len(self.counts))
 
     def predict(self, model, x, task=None):
         if not len(self.counts):
