@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 import weakref
 from collections.abc import Callable
@@ -195,7 +196,7 @@ class NaturalGradient(Optimizer):
         twice_kl = lr**2 * sum(float((natural_gradient[name] * g).sum()) for name, g in gradients.items())
         if twice_kl <= 0:
             return 1.0
-        return min(1.0, (self.kl_clip / twice_kl) ** 0.5)
+        return min(1.0, math.sqrt(self.kl_clip / twice_kl))
 
     def _warn_of_diagonal_fallback(self, form: Form) -> None:
         if isinstance(form, Kronecker) and form.rest.values and self.curvature is None:

@@ -37,8 +37,9 @@ class Outputs(nn.Module):
 
     def forward(self, x: Any) -> Tensor:
         """Return the logits."""
-        outputs = self.model(**x) if isinstance(x, Mapping) else self.model(x)
-        return extract_logits(self.model, outputs)
+        if isinstance(x, Mapping):
+            return extract_logits(self.model, self.model(**x))
+        return extract_logits(self.model, self.model(x))
 
 
 class Continual(TrainerCallback):  # type: ignore[misc]
@@ -232,7 +233,9 @@ def split_batch(model: nn.Module, batch: Any) -> tuple[Any, Tensor | None]:
 
 def extract_logits(model: nn.Module, outputs: Any) -> Tensor:
     """Return the logits among the outputs of a model."""
-    logits = outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", None)
+    if isinstance(outputs, Tensor):
+        return outputs
+    logits: Tensor | None = getattr(outputs, "logits", None)
     if logits is None:
         output_names = ", ".join(outputs) if isinstance(outputs, Mapping) else type(outputs).__name__
         raise TypeError(

@@ -182,7 +182,9 @@ class Continual(Callback):  # type: ignore[misc]
         self.method.load_state_dict(state_dict)
 
     def _select_model(self, module: nn.Module) -> nn.Module:
-        return module if self.model is None else module.get_submodule(self.model)
+        if self.model is None:
+            return module
+        return module.get_submodule(self.model)
 
     def _create_task(self, trainer: Any) -> Task:
         """Create the task, with the number of steps that Lightning plans."""

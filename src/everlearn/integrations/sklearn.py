@@ -91,7 +91,8 @@ class TrainingRecord:
 
         # Without numbers every call is a task.
         current_task = self.calls if number is None else number
-        self.part = self.part + 1 if current_task == self.last_task else 0
+        is_same_task = current_task == self.last_task
+        self.part = self.part + 1 if is_same_task else 0
         self.last_task = current_task
         self.calls += 1
 
@@ -278,7 +279,7 @@ class ContinualClassifier:
             method = Method() if self.method is None else copy.deepcopy(self.method)
         else:
             # In one deep copy, because model and method may share tensors.
-            model, method = copy.deepcopy((self.model_, self.method_))
+            model, method = copy.deepcopy((vars(self)["model_"], vars(self)["method_"]))
 
         with seeded(derive(self.seed, "partial_fit", record.calls), device_of(model)):
             if outputs_of(model, x, "X") < len(record.outputs):

@@ -21,7 +21,7 @@ from everlearn.core.parameters import evaluating
 from everlearn.core.stream import Stream
 from everlearn.results.provenance import provenance
 from everlearn.results.result import Result
-from everlearn.runtime.randomness import derive, get_random_states, restore_random_states, seeded
+from everlearn.runtime.randomness import RandomStates, derive, get_random_states, restore_random_states, seeded
 from everlearn.trainer.checkpoints import CheckpointEvery, Checkpoints, checkpoints_of
 from everlearn.trainer.config import build, configuration, data_of
 from everlearn.trainer.run import finished
@@ -171,7 +171,7 @@ class SharedStart:
             return self._build_model()
 
     @cached_property
-    def _shared_training(self) -> tuple[StreamTraining, tuple[Any, ...]] | None:
+    def _shared_training(self) -> tuple[StreamTraining, RandomStates] | None:
         """Training after the first task, with its random states; None if trials differ in it or it cannot be copied."""
         if not all(dimension.search.late for dimension in self.dimensions):
             return None
