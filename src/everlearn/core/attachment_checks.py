@@ -50,7 +50,8 @@ def check_attachable(method: Method, model: nn.Module, optimizer: Optimizer) -> 
         )
     if method._attached is not None and method._attached._handles:
         raise ValueError(
-            "This method is attached already: call attached.remove() first. To use two methods, chain them: EWC() + ER()."
+            "This method is attached already: call attached.remove() first. To use two methods, chain them: "
+            "EWC() + ER()."
         )
 
     optimized_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}

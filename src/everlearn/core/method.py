@@ -65,8 +65,8 @@ class Method:
     # False for methods that only collect statistics: the trainer takes no gradient steps.
     trains: ClassVar[bool] = True
 
-    # Whether a plain model with the same weights gives the outputs of ``predict``: ``update`` deploys weights and refuses
-    # methods that need more, such as hooks on the model, a sub-network per task or added units.
+    # Whether a plain model with the same weights gives the outputs of ``predict``. ``update`` deploys weights and
+    # refuses methods that need more, such as hooks on the model, a sub-network per task or added units.
     deployable: ClassVar[bool] = True
 
     # Whether ``penalty`` uses the batch, or depends on the parameters only.

@@ -45,9 +45,9 @@ class Outputs(nn.Module):
 class Continual(TrainerCallback):  # type: ignore[misc]
     """Trainer callback that applies a method in ``trainer.train()``; each call is one task.
 
-    The loss that the model computes gets the method's terms. The method's state is saved in the Trainer's checkpoints, next to an adapter if
-    there is one, and loaded from there when training resumes. The consolidated state after the task is saved in the
-    output folder itself. The Trainer clips the norm of all gradients, including the method's part. It cannot train
+    The loss that the model computes gets the method's terms. The method's state is saved in the Trainer's checkpoints,
+    next to an adapter if there is one, and loaded from there when training resumes. The consolidated state after the
+    task is saved in the output folder itself. The Trainer clips the gradient of the total loss. It cannot train
     parameters of the method itself, as HAT has them.
 
     Args:
@@ -155,8 +155,8 @@ class Continual(TrainerCallback):  # type: ignore[misc]
         if loss is None:
             if self.method.needs_batch:
                 raise ValueError(
-                    f"{type(self.method).__name__} adds terms to the loss that the model computes, and this one computed "
-                    "none: the Trainer computes it itself with label smoothing and compute_loss_func. Leave these out, "
+                    f"{type(self.method).__name__} adds terms to the loss that the model computes, and this one "
+                    "computed none: the Trainer computes it itself with label smoothing and compute_loss_func. Leave these out, "
                     "or use method.attach in your own loop."
                 )
             return None

@@ -68,7 +68,7 @@ class Replay(Method):
             self._transforms |= dict.fromkeys(task_ids, batch.transform)
 
         # The method may have been created before torch.distributed was initialized.
-        if distributed.world_size() > 1 and not self.memory.seen:
+        if distributed.world_size() > 1 and not self.memory.num_seen:
             self.memory = self.make_memory()
 
         labeled_rows = batch.labeled_rows()
@@ -90,21 +90,21 @@ class Replay(Method):
         """Count the task; raise or warn if the training loop did not call the hooks."""
         self._check_hooks_called()
         self.tasks += 1
-        self.num_offered = self.memory.seen
+        self.num_offered = self.memory.num_seen
         self._current_batch = None
         self._gradients_edited = False
 
     def _check_hooks_called(self) -> None:
         """Raise, or warn, if no example was observed or gradients were not edited in the task that ends."""
         name = type(self).__name__
-        if not self.memory.seen:
+        if not self.memory.num_seen:
             raise ValueError(
                 f"{name} has seen no example, so its memory is empty: compute the loss in your training loop by "
                 "method.loss(model, Batch(x, y))."
             )
         if self._requires_gradient_edit() and not self._gradients_edited:
             raise ValueError(f"{name}.before_step was not called: it edits gradients, between backward() and step().")
-        if self.memory.seen == self.num_offered:
+        if self.memory.num_seen == self.num_offered:
             warnings.warn(
                 f"{name} has seen no example since the last task ended: in this task it neither replayed nor stored "
                 "any. Compute the loss in your training loop by method.loss(model, Batch(x, y)).",
@@ -121,7 +121,7 @@ class Replay(Method):
 
     def load_state_dict(self, state: Rows) -> None:
         """Load the state of a method with the same settings; with several processes, each loads its share."""
-        if distributed.world_size() > 1 and not self.memory.seen:
+        if distributed.world_size() > 1 and not self.memory.num_seen:
             self.memory = self.make_memory()
         super().load_state_dict(state)
 
@@ -218,8 +218,8 @@ def forward_both(model: nn.Module, batch: Batch, x: Any, joint: bool) -> tuple[T
     batch_norms = [name for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training]
     if joint and batch_norms:
         raise ValueError(
-            f"New and replayed examples must pass BatchNorm ({batch_norms[0]}) together, but this loop has computed the "
-            "outputs of the new ones already: give the method joint=False, which normalizes them separately, or take "
+            f"New and replayed examples must pass BatchNorm ({batch_norms[0]}) together, but this loop has computed "
+            "the outputs of the new ones already: give the method joint=False, which normalizes them separately, or take "
             "the loss from method.loss(model, Batch(x, y))."
         )
     return batch.forward(model), forward(model, x)
