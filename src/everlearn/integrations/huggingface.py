@@ -156,8 +156,8 @@ class Continual(TrainerCallback):  # type: ignore[misc]
             if self.method.needs_batch:
                 raise ValueError(
                     f"{type(self.method).__name__} adds terms to the loss that the model computes, and this one "
-                    "computed none: the Trainer computes it itself with label smoothing and compute_loss_func. Leave these out, "
-                    "or use method.attach in your own loop."
+                    "computed none: the Trainer computes it itself with label smoothing and compute_loss_func. Leave "
+                    "these out, or use method.attach in your own loop."
                 )
             return None
 

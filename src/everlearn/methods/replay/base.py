@@ -219,8 +219,8 @@ def forward_both(model: nn.Module, batch: Batch, x: Any, joint: bool) -> tuple[T
     if joint and batch_norms:
         raise ValueError(
             f"New and replayed examples must pass BatchNorm ({batch_norms[0]}) together, but this loop has computed "
-            "the outputs of the new ones already: give the method joint=False, which normalizes them separately, or take "
-            "the loss from method.loss(model, Batch(x, y))."
+            "the outputs of the new ones already: give the method joint=False, which normalizes them separately, or "
+            "take the loss from method.loss(model, Batch(x, y))."
         )
     return batch.forward(model), forward(model, x)
 

@@ -40,8 +40,8 @@ class GEM(Replay):
         size: number of examples per task in gₖ; by default all.
         margin: γ; larger values move the gradient further toward the old tasks.
         ridge: keeps the small quadratic program well posed.
-        max_per_task: maximum number of examples per task. The authors store capacity / tasks examples of each from the start;
-            by default tasks share the capacity equally, so that the first ones have more while there are few.
+        max_per_task: maximum number of examples per task. The authors store capacity / tasks examples of each from the
+            start; by default tasks share the capacity equally, so that the first ones have more while there are few.
     """
 
     traits = Traits(
