@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -13,18 +13,40 @@ HookRecord = tuple[dict[int, Any], int, "Hook"]  # the hook dict of a module, th
 
 
 class Hook(partial[Any]):
-    """A hook registered by a method of this library. Copying a model copies the hook and its arguments."""
+    """A hook that a method has registered. Copying a model copies the hook, its arguments and its owner."""
+
+    owner: str = ""
 
 
-def remove_hooks(net: nn.Module) -> list[HookRecord]:
-    """Remove every ``Hook``, also those copied with a model. Returns what ``restore_hooks`` needs."""
+def make_hook(owner: str, function: Callable[..., Any], *args: Any) -> Hook:
+    """Create a hook that calls ``function(*args, …)``.
+
+    Args:
+        owner: name of the method, for ``remove_hooks``.
+        function: called with the arguments, followed by those of torch's hooks.
+        args: first arguments.
+    """
+    hook = Hook(function, *args)
+    hook.owner = owner
+    return hook
+
+
+def remove_hooks(net: nn.Module, owner: str | None = None) -> list[HookRecord]:
+    """Remove the hooks of a method, also those copied with a model. Returns what ``restore_hooks`` needs.
+
+    Args:
+        net: the model.
+        owner: name of the method; by default all methods.
+    """
     hook_dicts: list[Any] = []
     for module in net.modules():
         hook_dicts += [module._forward_hooks, module._forward_pre_hooks]
 
     removed: list[HookRecord] = []
     for hook_dict in hook_dicts:
-        removed += [(hook_dict, key, hook) for key, hook in hook_dict.items() if isinstance(hook, Hook)]
+        for key, hook in hook_dict.items():
+            if isinstance(hook, Hook) and owner in (None, hook.owner):
+                removed.append((hook_dict, key, hook))
     for hook_dict, key, _ in removed:
         del hook_dict[key]
     return removed
@@ -38,7 +60,7 @@ def restore_hooks(hooks: list[HookRecord]) -> None:
 
 @contextmanager
 def without_hooks(net: nn.Module) -> Iterator[None]:
-    """Remove every ``Hook`` inside the context, so that copies of the model contain none."""
+    """Remove the hooks of all methods inside the context, so that copies of the model contain none."""
     removed = remove_hooks(net)
     try:
         yield
@@ -47,17 +69,17 @@ def without_hooks(net: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def temporarily_unhooked(net: nn.Module) -> Iterator[bool]:
-    """Temporarily remove the hooks of other methods; yields whether any existed.
+def temporarily_unhooked(net: nn.Module, owner: str) -> Iterator[bool]:
+    """Temporarily remove the hooks of another instance of a method; yields whether any existed.
 
     Hooks registered inside the context stay on the model, unless there were others before.
     """
-    removed = remove_hooks(net)
+    removed = remove_hooks(net, owner)
     try:
         yield bool(removed)
     finally:
         if removed:
-            remove_hooks(net)
+            remove_hooks(net, owner)
             restore_hooks(removed)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from everlearn.core.parameters import Params, unwrap
 from everlearn.runtime.randomness import generator
 from everlearn.surgery.heads import output_layer
-from everlearn.surgery.hooks import Hook, remove_hooks
+from everlearn.surgery.hooks import Hook, make_hook, remove_hooks
 from everlearn.surgery.resize import draw_weights, unit_columns
 from everlearn.surgery.tracing import Link, links
 
@@ -59,19 +59,26 @@ class AddedUnits:
     ``norm0.weight`` and so on.
 
     Args:
-        model: hooks are registered on its layers, and those of other methods removed.
+        model: hooks are registered on its layers.
+        owner: name of the method, whose earlier hooks are removed.
         groups: see ``everlearn.surgery.tracing.links``.
         output: name of the output layer; by default the last ``nn.Linear``.
         old_units_read_added: whether old units of chained layers also receive from added units, through an ``out``.
     """
 
     def __init__(
-        self, model: nn.Module, groups: Mapping[str, Any] | None, output: str | None, old_units_read_added: bool = False
+        self,
+        model: nn.Module,
+        owner: str,
+        groups: Mapping[str, Any] | None,
+        output: str | None,
+        old_units_read_added: bool = False,
     ) -> None:
         self.model = unwrap(model)
         self.view = View()  # only this is copied and saved together with the model's hooks
         self.head = output_layer(self.model, output)[0]
-        remove_hooks(self.model)
+        self.owner = owner
+        remove_hooks(self.model, owner)
         self.links = [link for link in links(self.model, groups) if link.producer != self.head and not link.rigid]
         if not self.links:
             raise ValueError(
@@ -97,15 +104,15 @@ class AddedUnits:
         for name in self.layer_names:
             layer = self.model.get_submodule(name)
             if name in self.links_by_consumer:
-                split_input = Hook(self._split_input, name, self.links_by_consumer[name])
+                split_input = make_hook(self.owner, self._split_input, name, self.links_by_consumer[name])
                 layer.register_forward_pre_hook(split_input, with_kwargs=True)
-            layer.register_forward_hook(Hook(self._add_outputs, name), with_kwargs=True)
+            layer.register_forward_hook(make_hook(self.owner, self._add_outputs, name), with_kwargs=True)
 
         for link in self.links:
             for name in link.norms:
                 norm = self.model.get_submodule(name)
-                norm.register_forward_pre_hook(Hook(self._split_input, name, link), with_kwargs=True)
-                norm.register_forward_hook(Hook(self._normalize, name, link))
+                norm.register_forward_pre_hook(make_hook(self.owner, self._split_input, name, link), with_kwargs=True)
+                norm.register_forward_hook(make_hook(self.owner, self._normalize, name, link))
 
     def is_attached_to(self, model: nn.Module) -> bool:
         """Whether all hooks are on a model: other methods remove them, and layers may be replaced."""

@@ -134,7 +134,7 @@ class Expansion(Isolation):
         else:
             # A copy of the trained model has hooks only; the locks belong to the original.
             FrozenEntries().release(model)
-        remove_hooks(inner)
+        remove_hooks(inner, type(self).__name__)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state; the next ``begin_task`` or ``predict`` attaches its units to the model."""
@@ -157,7 +157,9 @@ class Expansion(Isolation):
     def _attach_units(self, model: nn.Module) -> AddedUnits:
         """Register the hooks on a model in place of other methods' hooks, and compute all current units."""
         if self._added_units is None or not self._added_units.is_attached_to(unwrap(model)):
-            self._added_units = AddedUnits(model, self.groups, self.output, self.old_units_read_added)
+            self._added_units = AddedUnits(
+                model, type(self).__name__, self.groups, self.output, self.old_units_read_added
+            )
             seen_by_compiler(model)
         self._added_units.view = self._added_units.move_view(self._task_view())
         return self._added_units
@@ -170,7 +172,7 @@ class Expansion(Isolation):
             yield self._attach_units(model)
             return
 
-        with temporarily_unhooked(unwrap(model)) as had_hooks:
+        with temporarily_unhooked(unwrap(model), type(self).__name__) as had_hooks:
             yield self._attach_units(model)
         if had_hooks:
             self._added_units = previous_units

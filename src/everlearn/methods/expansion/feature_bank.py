@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from everlearn.core.parameters import evaluating, grown
 from everlearn.runtime.randomness import seeded
 from everlearn.surgery.features import compute_features
-from everlearn.surgery.hooks import Hook, remove_hooks, without_hooks
+from everlearn.surgery.hooks import Hook, make_hook, remove_hooks, without_hooks
+
+OWNER = "ExpandableRepresentation"  # of the hooks
 
 
 class FeatureBank(nn.Module):
@@ -115,7 +117,7 @@ class FeatureBank(nn.Module):
 
     def connect(self, inner: nn.Module, compiled: bool = False) -> None:
         """Register hooks that run the frozen extractors before the model and add their part to its outputs."""
-        removed = remove_hooks(inner)
+        removed = remove_hooks(inner, OWNER)
         # A compiled model ignores changes of hooks after its first call.
         if (removed or len(self)) and compiled:
             torch.compiler.reset()
@@ -126,7 +128,7 @@ class FeatureBank(nn.Module):
         # The features pass from one hook to the next, which cannot be compiled.
         if compiled:
             hooks = [torch.compiler.disable(hook) for hook in hooks]
-        compute_hook, add_hook, clear_hook = (Hook(hook, self) for hook in hooks)
+        compute_hook, add_hook, clear_hook = (make_hook(OWNER, hook, self) for hook in hooks)
         inner.register_forward_pre_hook(compute_hook, with_kwargs=True)
         inner.get_submodule(self.output).register_forward_hook(add_hook, with_kwargs=True)
         inner.register_forward_hook(clear_hook)

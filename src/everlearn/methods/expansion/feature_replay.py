@@ -14,7 +14,7 @@ from everlearn.core.parameters import Params, check_finite, unwrap
 from everlearn.core.task import as_task
 from everlearn.memory import Memory
 from everlearn.methods.expansion.balanced_finetuning import transform_by_task
-from everlearn.methods.expansion.feature_bank import FeatureBank
+from everlearn.methods.expansion.feature_bank import OWNER, FeatureBank
 from everlearn.methods.replay.base import Replay, Rows
 from everlearn.runtime.randomness import seeded
 from everlearn.surgery.freezing import is_compiled
@@ -106,7 +106,7 @@ class FeatureReplay(Replay):
 
     def detach(self, model: nn.Module) -> None:
         """Remove the hooks; the model stays the newest extractor, with the classifier's weights for it alone."""
-        remove_hooks(unwrap(model))
+        remove_hooks(unwrap(model), OWNER)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state with the current classifier and auxiliary head."""

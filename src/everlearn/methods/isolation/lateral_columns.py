@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from everlearn.core.parameters import Params
-from everlearn.surgery.hooks import Hook
+from everlearn.surgery.hooks import Hook, make_hook
 from everlearn.surgery.tracing import num_inputs
 
 CONVOLUTIONS: tuple[Any, ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 LayerInputs = dict[str, list[Tensor]]  # inputs of the layers of a column, call by call
+
+OWNER = "PNN"  # of the hooks
 
 
 class Lateral(nn.Module):
@@ -80,7 +82,7 @@ class ColumnPass:
         handles = []
         for name in layers:
             if name in candidates:
-                hook = Hook(self.add_lateral, name)
+                hook = make_hook(OWNER, self.add_lateral, name)
                 handles.append(candidates[name].register_forward_hook(hook, with_kwargs=True))
         return handles
 
@@ -188,15 +190,15 @@ class ColumnStack(nn.Module):
             # The columns' own hooks come and go, which cannot be compiled.
             run_columns = torch.compiler.disable(_run_columns)
             clear_inputs = torch.compiler.disable(_clear_inputs)
-        net.register_forward_pre_hook(Hook(run_columns, self, k, column_pass), with_kwargs=True)
-        net.register_forward_hook(Hook(clear_inputs, column_pass))
+        net.register_forward_pre_hook(make_hook(OWNER, run_columns, self, k, column_pass), with_kwargs=True)
+        net.register_forward_hook(make_hook(OWNER, clear_inputs, column_pass))
         column_pass.register_hooks(net, self.layers)
 
 
 def record_layers(net: nn.Module, layers: list[str]) -> None:
     """Register hooks that append to ``layers`` each layer that is called with an input that depends on parameters."""
     for name, layer in find_layers(net).items():
-        layer.register_forward_hook(Hook(_record_layer, layers, name), with_kwargs=True)
+        layer.register_forward_hook(make_hook(OWNER, _record_layer, layers, name), with_kwargs=True)
 
 
 def is_connected(net: nn.Module, laterals: nn.ModuleDict) -> bool:

@@ -16,6 +16,7 @@ from everlearn.core.traits import Traits
 from everlearn.methods.isolation.base import Isolation
 from everlearn.methods.isolation.fresh_columns import draw_column, tensors_without_reset
 from everlearn.methods.isolation.lateral_columns import (
+    OWNER,
     ColumnStack,
     find_layers,
     is_connected,
@@ -133,7 +134,7 @@ class PNN(Isolation):
         if laterals is None or is_connected(inner, laterals):
             return super().predict_current(model, x)
         # Another method may have its hooks on the model.
-        with temporarily_unhooked(inner):
+        with temporarily_unhooked(inner, OWNER):
             self._connect(model)
             return super().predict_current(model, x)
 
@@ -164,7 +165,7 @@ class PNN(Isolation):
 
     def detach(self, model: nn.Module) -> None:
         """Remove the laterals; the model stays the newest column."""
-        remove_hooks(unwrap(model))
+        remove_hooks(unwrap(model), OWNER)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, with the current values of the laterals."""
@@ -208,7 +209,7 @@ class PNN(Isolation):
         k = len(self.tasks) - 1
         inner = unwrap(model)
         laterals = self._load_current_laterals(model)
-        remove_hooks(inner)
+        remove_hooks(inner, OWNER)
         seen_by_compiler(model)
         if k == 0:
             record_layers(inner, self.layers)
