@@ -17,7 +17,7 @@ from everlearn.sources import SOURCES
 
 
 def pytest_configure():
-    torch.set_num_threads(1)  # tests run side by side; more threads than cores only wait for each other
+    torch.set_num_threads(1)  # tests run in parallel processes, and more threads than cores only compete
 
 
 @pytest.fixture(autouse=True)
@@ -27,14 +27,14 @@ def _seed():
 
 @pytest.fixture
 def double():
-    """Mathematics is checked in float64."""
+    """Run a test with float64 as the default dtype."""
     torch.set_default_dtype(torch.double)
     yield
     torch.set_default_dtype(torch.float)
 
 
-class _Reads(TorchDispatchMode):
-    """Counts values that are read from tensors, for each of which a device would be waited for."""
+class _ScalarReads(TorchDispatchMode):
+    """Count the values read from tensors, each of which would synchronize with a device."""
 
     count = 0
 
@@ -45,20 +45,20 @@ class _Reads(TorchDispatchMode):
 
 
 @pytest.fixture
-def synced():
-    """How often a call would wait for a device."""
+def count_synchronizations():
+    """Count how often a call would synchronize with a device."""
 
     def count(call):
-        with _Reads() as reads:
+        with _ScalarReads() as scalar_reads:
             call()
-        return reads.count
+        return scalar_reads.count
 
     return count
 
 
 @pytest.fixture
 def small_stream():
-    return lambda scenario="task": streams.split(*_some_digits(), tasks=3, scenario=scenario, class_order=range(6))
+    return lambda scenario="task": streams.split(*_few_digits(), tasks=3, scenario=scenario, class_order=range(6))
 
 
 @pytest.fixture
@@ -66,101 +66,111 @@ def small_net():
     return lambda inputs, outputs: nets.mlp(inputs, outputs, hidden=(20,))
 
 
-def _some_digits():
+def _few_digits():
     (x, y), (x_test, y_test) = streams.digits_data()
     return (x[:500], y[:500]), (x_test[:200], y_test[:200])
 
 
 @pytest.fixture
-def two(tmp_path):
-    """Call a function in two processes of one group; what each returns."""
+def run_two_processes(tmp_path):
+    """Call a function in two processes of one process group, and return the two results."""
     if not hasattr(os, "fork") or not dist.is_gloo_available():
         pytest.skip("needs fork and gloo")
 
     def call(function):
         children = []
         for rank in range(2):
-            if not (pid := os.fork()):
+            pid = os.fork()
+            if pid == 0:
                 code = 1
                 try:
-                    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=rank, world_size=2)
+                    dist.init_process_group(
+                        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=rank, world_size=2
+                    )
                     torch.save(function(), tmp_path / f"{rank}.pt")
                     dist.barrier()
                     code = 0
-                except BaseException:  # noqa: BLE001 - told, and the other process is not waited for
+                except BaseException:  # noqa: BLE001 - reported, and the parent ends the other process
                     traceback.print_exc()
                 finally:
-                    os._exit(code)  # the parent's test session must not go on here
+                    os._exit(code)  # the child must not continue the parent's test session
             children.append(pid)
         while children:
-            pid, status = next((ended for c in children if (ended := os.waitpid(c, os.WNOHANG))[0]), (0, 0))
-            if not pid:
-                time.sleep(0.005)
-                continue
-            children.remove(pid)
-            if status:  # the other one would wait for it
-                for other in children:
-                    os.kill(other, signal.SIGKILL)
-                    os.waitpid(other, 0)
-            assert status == 0
-        (tmp_path / "meet").unlink(missing_ok=True)
+            for child in list(children):
+                pid, status = os.waitpid(child, os.WNOHANG)
+                if pid == 0:
+                    continue
+                children.remove(child)
+
+                # A process whose peer has failed would wait for it forever.
+                if status != 0:
+                    for peer in children:
+                        os.kill(peer, signal.SIGKILL)
+                        os.waitpid(peer, 0)
+                assert status == 0
+            time.sleep(0.005)
+        (tmp_path / "rendezvous").unlink(missing_ok=True)
         return [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2)]
 
     return call
 
 
 @pytest.fixture
-def orphans(tmp_path):
-    """Call a function in a process that is killed when somebody it has started leaves a file named by its pid; whether they end too."""
+def check_workers_end(tmp_path):
+    """Kill a process once its two workers have written files "pid <number>"; return whether the workers end too."""
     if not Path("/proc/self/stat").exists():
-        pytest.skip("needs to see other processes")
+        pytest.skip("needs /proc")
 
-    def alive(pid):
+    def is_alive(pid):
         stat = Path(f"/proc/{pid}/stat")
         return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
-    def wait_for(true, seconds=60):
-        end = time.monotonic() + seconds
-        while not true() and time.monotonic() < end:
+    def wait_until(condition, seconds=60):
+        deadline = time.monotonic() + seconds
+        while not condition() and time.monotonic() < deadline:
             time.sleep(0.05)
-        return true()
+        return condition()
 
     def call(function):
-        if not (pid := os.fork()):
+        pid = os.fork()
+        if pid == 0:
             try:
                 function()
             finally:
                 os._exit(1)
-        assert wait_for(lambda: len(list(tmp_path.glob("pid *"))) == 2)
+        assert wait_until(lambda: len(list(tmp_path.glob("pid *"))) == 2)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-        started = [int(path.name.split()[1]) for path in tmp_path.glob("pid *")]
-        return wait_for(lambda: not any(map(alive, started)), 10)
+        workers = [int(path.name.split()[1]) for path in tmp_path.glob("pid *")]
+        return wait_until(lambda: not any(map(is_alive, workers)), 10)
 
     return call
 
 
 @pytest.fixture
 def shared_data():
-    """The folder of real data sets, where there is one."""
-    given = os.environ.get("EVERLEARN_DATA")
-    folder = Path(given) if given else Path(__file__).parents[2] / "shared" / "data"
+    """Return the folder of real data sets, or skip the test."""
+    default_folder = Path(__file__).parents[2] / "shared" / "data"
+    folder = Path(os.environ.get("EVERLEARN_DATA") or default_folder)
     if not (folder / "mnist").exists():
-        pytest.skip("no real data here: set EVERLEARN_DATA to the folder that holds them")
+        pytest.skip("no real data: set EVERLEARN_DATA to the folder that contains them")
     return folder
 
 
 @pytest.fixture
-def unverified(monkeypatch):
-    """Published data sets without their checksums, so that small ones in the same layout are read."""
+def without_checksums(monkeypatch):
+    """Remove the checksums of published data sets, so that small ones in the same layout can be read."""
     monkeypatch.delenv("EVERLEARN_DATA", raising=False)
 
-    def strip(files):
+    def remove_checksums(files):
         return tuple(replace(file, md5=None, size=None) for file in files)
 
-    for name, data in SOURCES.items():
-        layouts = tuple(replace(one, files=strip(one.files), archives=strip(one.archives)) for one in data.layouts)
-        monkeypatch.setitem(SOURCES, name, replace(data, layouts=layouts))
+    for name, source in SOURCES.items():
+        layouts = tuple(
+            replace(layout, files=remove_checksums(layout.files), archives=remove_checksums(layout.archives))
+            for layout in source.layouts
+        )
+        monkeypatch.setitem(SOURCES, name, replace(source, layouts=layouts))
 
 
 SMALL_NETS = {
@@ -172,49 +182,61 @@ SMALL_NETS = {
 
 
 @pytest.fixture
-def isolated():
-    """Learn three tasks, and see that the answers for those learned stay, bit for bit, also through a file."""
+def check_isolation():
+    """Learn three tasks, and check that predictions for learned tasks stay bit-identical, also after save and load."""
 
-    def check(make_method, net, optimizer, stream, live=False):
+    def check(make_method, net, optimizer, stream, reuse_optimizer=False):
         torch.manual_seed(0)
-        make = SMALL_NETS.get(net, net)
-        model, method, said = make(stream), make_method(), {}
+        make_net = SMALL_NETS.get(net, net)
+        model = make_net(stream)
+        method = make_method()
         x = torch.cat([next(task.examples(12, "test")).x for task in stream])
+
+        def predict(model, method, task_id):
+            return method.predict(model, x, torch.full((len(x),), task_id))
+
+        predictions = {}
         for task in stream:
             trained = everlearn.train(model, method, task, optimizer=optimizer, batch_size=32)
-            optimizer = trained.optimizer if live else optimizer
-            said[task.id] = method.predict(model, x, torch.full((len(x),), task.id))
-            for number, before in said.items():
-                assert torch.equal(method.predict(model, x, torch.full((len(x),), number)), before)
-        assert not torch.equal(said[0], said[2])
+            if reuse_optimizer:
+                optimizer = trained.optimizer
+            predictions[task.id] = predict(model, method, task.id)
+            for task_id, expected in predictions.items():
+                assert torch.equal(predict(model, method, task_id), expected)
+        assert not torch.equal(predictions[0], predictions[2])
+
         file = io.BytesIO()
         torch.save([model.state_dict(), method.state_dict()], file)
         file.seek(0)
-        weights, state = torch.load(file, weights_only=True)
-        other, again = make(stream), make_method()
-        other.load_state_dict(weights)
-        again.load_state_dict(state)
-        for number, before in said.items():
-            assert torch.equal(again.predict(other, x, torch.full((len(x),), number)), before)
+        model_state, method_state = torch.load(file, weights_only=True)
+        restored_model = make_net(stream)
+        restored_method = make_method()
+        restored_model.load_state_dict(model_state)
+        restored_method.load_state_dict(method_state)
+        for task_id, expected in predictions.items():
+            assert torch.equal(predict(restored_model, restored_method, task_id), expected)
 
     return check
 
 
 @pytest.fixture
-def exported():
-    """Every task's export answers as the method does, stands alone, and is understood by torch.export."""
+def check_export():
+    """Check that a task's export predicts as the method does, is independent of it, and works with torch.export."""
 
     def check(model, method, stream, tolerance=0.0):
         x = next(stream[0].examples(9, "test")).x
         for task in stream:
-            truth = method.predict(model, x, torch.full((len(x),), task.id))
-            alone = method.export(model, task.id)
-            torch.testing.assert_close(alone(x), truth, rtol=tolerance, atol=tolerance)
-            assert not any(m._forward_hooks or m._forward_pre_hooks for m in alone.modules())
+            task_ids = torch.full((len(x),), task.id)
+            expected = method.predict(model, x, task_ids)
+            exported = method.export(model, task.id)
+            torch.testing.assert_close(exported(x), expected, rtol=tolerance, atol=tolerance)
+            assert not any(m._forward_hooks or m._forward_pre_hooks for m in exported.modules())
+
             with torch.no_grad():
-                torch.testing.assert_close(torch.export.export(alone, (x,)).module()(x), truth, rtol=1e-4, atol=1e-5)
-                for p in alone.parameters():
+                program = torch.export.export(exported, (x,)).module()
+                torch.testing.assert_close(program(x), expected, rtol=1e-4, atol=1e-5)
+                for p in exported.parameters():
                     p.zero_()
-            assert torch.equal(method.predict(model, x, torch.full((len(x),), task.id)), truth), "it shares nothing"
+            assert torch.equal(method.predict(model, x, task_ids), expected), "the export shares no parameters"
 
     return check

@@ -1,4 +1,4 @@
-"""Small data sets written in the published layouts."""
+"""Write small data sets in the file layouts of the published ones."""
 
 import bz2
 import gzip
@@ -8,8 +8,14 @@ import struct
 import zipfile
 
 import numpy as np
+import pytest
 
-IDX = ("train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz", "t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz")  # fmt: skip
+IDX = (
+    "train-images-idx3-ubyte.gz",
+    "train-labels-idx1-ubyte.gz",
+    "t10k-images-idx3-ubyte.gz",
+    "t10k-labels-idx1-ubyte.gz",
+)
 
 
 def idx(array, kind=8):
@@ -18,10 +24,10 @@ def idx(array, kind=8):
 
 def write_mnist(folder, sizes=(40, 20), seed=0):
     folder.mkdir(parents=True, exist_ok=True)
-    pixels = np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
     for name in IDX:
         n = sizes[0] if name.startswith("train") else sizes[1]
-        array = pixels.integers(0, 256, (n, 28, 28)) if "images" in name else np.arange(n) % 10
+        array = rng.integers(0, 256, (n, 28, 28)) if "images" in name else np.arange(n) % 10
         (folder / name).write_bytes(gzip.compress(idx(array.astype("u1")), mtime=0))
 
 
@@ -52,31 +58,34 @@ def write_cifar100(folder, sizes=(200, 100)):
 def write_usps(folder, sizes=(30, 20)):
     folder.mkdir(parents=True)
     for name, n in zip(("usps.bz2", "usps.t.bz2"), sizes, strict=True):
-        grey = np.random.default_rng(n).uniform(-1, 1, (n, 256)).round(3)
-        lines = [f"{i % 10 + 1} " + " ".join(f"{j + 1}:{v}" for j, v in enumerate(row)) for i, row in enumerate(grey)]
+        pixels = np.random.default_rng(n).uniform(-1, 1, (n, 256)).round(3)
+        lines = []
+        for i, row in enumerate(pixels):
+            lines.append(f"{i % 10 + 1} " + " ".join(f"{j + 1}:{v}" for j, v in enumerate(row)))
         (folder / name).write_bytes(bz2.compress("\n".join(lines).encode()))
 
 
 def write_svhn(folder, sizes=(30, 20)):
-    io_ = __import__("pytest").importorskip("scipy.io")
+    scipy_io = pytest.importorskip("scipy.io")
     folder.mkdir(parents=True)
     for name, n in zip(("train_32x32.mat", "test_32x32.mat"), sizes, strict=True):
         x = np.random.default_rng(n).integers(0, 256, (32, 32, 3, n), np.uint8)
-        io_.savemat(folder / name, {"X": x, "y": (np.arange(n) % 10 + 1).astype(np.uint8)[:, None]})
+        scipy_io.savemat(folder / name, {"X": x, "y": (np.arange(n) % 10 + 1).astype(np.uint8)[:, None]})
 
 
 def png(array, **options):
-    image = __import__("pytest").importorskip("PIL.Image").fromarray(array)
-    image.save(file := io.BytesIO(), "png", **options)
+    image = pytest.importorskip("PIL.Image").fromarray(array)
+    file = io.BytesIO()
+    image.save(file, "png", **options)
     return file.getvalue()
 
 
-def write_images(folder, classes, each=5, size=(8, 8), seed=0):
-    pixels = np.random.default_rng(seed)
+def write_images(folder, classes, images_per_class=5, size=(8, 8), seed=0):
+    rng = np.random.default_rng(seed)
     for name in classes:
         (folder / name).mkdir(parents=True)
-        for i in range(each):
-            (folder / name / f"{i:03d}.png").write_bytes(png(pixels.integers(0, 256, (*size, 3), np.uint8)))
+        for i in range(images_per_class):
+            (folder / name / f"{i:03d}.png").write_bytes(png(rng.integers(0, 256, (*size, 3), np.uint8)))
 
 
 def drawing(i):
@@ -96,15 +105,18 @@ def write_omniglot(folder, alphabets=ALPHABETS, drawings=5):
 
 
 def zip_folder(folder, target):
-    with zipfile.ZipFile(target, "w") as packed:
+    with zipfile.ZipFile(target, "w") as archive:
         for path in sorted(folder.rglob("*")):
-            packed.write(path, path.relative_to(folder.parent).as_posix())
+            archive.write(path, path.relative_to(folder.parent).as_posix())
 
 
-def write_clinc150(folder, domains=10, intents=15, each=4):
+def write_clinc150(folder, domains=10, intents=15, examples_per_intent=4):
     folder.mkdir(parents=True)
     names = {f"domain{d}": [f"intent{d}_{i}" for i in range(intents)] for d in range(domains)}
-    rows = [(f"please do {intent} {k}", intent) for own in names.values() for intent in own for k in range(each)]
+    rows = []
+    for domain_intents in names.values():
+        for intent in domain_intents:
+            rows += [(f"please do {intent} {k}", intent) for k in range(examples_per_intent)]
     content = {"train": rows, "val": rows[:1], "test": rows[::2], "oos_train": [("what", "oos")]}
     (folder / "data_full.json").write_text(json.dumps(content))
     (folder / "domains.json").write_text(json.dumps(names))

@@ -1,4 +1,4 @@
-"""Models that are hard in one way or another for anything that wants gradients per example."""
+"""Models that are difficult cases for per-example gradients."""
 
 import torch
 import torch.nn.functional as F
@@ -9,46 +9,55 @@ from torch.utils.checkpoint import checkpoint
 from everlearn import nets
 
 
-class Tied(nn.Module):
-    """One table as embedding and output layer, a layer called three times, attention by functional call, positions."""
+class TiedEmbedding(nn.Module):
+    """A tied embedding and output layer, a layer called three times, functional attention and position embeddings."""
 
     def __init__(self):
         super().__init__()
-        self.words, self.places = nn.Embedding(11, 8, padding_idx=0), nn.Embedding(6, 8)
-        self.mix, self.norm, self.again = nn.Parameter(torch.randn(8, 8) / 3), nn.RMSNorm(8), nn.Linear(8, 8)
+        self.token_embedding = nn.Embedding(11, 8, padding_idx=0)
+        self.position_embedding = nn.Embedding(6, 8)
+        self.mixing = nn.Parameter(torch.randn(8, 8) / 3)
+        self.norm = nn.RMSNorm(8)
+        self.repeated_layer = nn.Linear(8, 8)
 
     def forward(self, t):
-        h = self.norm((self.words(t) + self.places(torch.arange(t.shape[1]))) @ self.mix)
+        h = self.norm((self.token_embedding(t) + self.position_embedding(torch.arange(t.shape[1]))) @ self.mixing)
         for _ in range(3):
-            h = torch.tanh(self.again(h))
+            h = torch.tanh(self.repeated_layer(h))
         h = F.scaled_dot_product_attention(h[:, None], h[:, None], h[:, None])[:, 0]
-        return F.linear(h.mean(1), self.words.weight)
+        return F.linear(h.mean(1), self.token_embedding.weight)
 
 
-class Bare(nn.Module):
-    """Parameters in arithmetic: scale, shift, class token, a scalar, one used by einsum, one not used at all."""
+class BareParameters(nn.Module):
+    """Parameters used in arithmetic: scale, shift, class token, a scalar, one in einsum, and one unused."""
 
     def __init__(self):
         super().__init__()
-        self.token, self.shift = nn.Parameter(torch.randn(1, 1, 4)), nn.Parameter(torch.randn(3, 4))
-        self.scale, self.number = nn.Parameter(torch.randn(4)), nn.Parameter(torch.tensor(1.3))
-        self.matrix, self.unused = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(2))
+        self.token = nn.Parameter(torch.randn(1, 1, 4))
+        self.shift = nn.Parameter(torch.randn(3, 4))
+        self.scale = nn.Parameter(torch.randn(4))
+        self.divisor = nn.Parameter(torch.tensor(1.3))
+        self.matrix = nn.Parameter(torch.randn(4, 4))
+        self.unused = nn.Parameter(torch.randn(2))
         self.head = nn.Linear(4, 3)
 
     def forward(self, x):
         h = torch.cat([self.token.expand(len(x), -1, -1), x], 1) + self.shift
-        h = torch.einsum("bti,ij->btj", h * self.scale, self.matrix) / self.number
+        h = torch.einsum("bti,ij->btj", h * self.scale, self.matrix) / self.divisor
         return self.head(h.sum(1))
 
 
-class Folded(nn.Module):
-    """Rows folded into the batch axis, example by example and the other way round; transposed and grouped convolutions."""
+class FoldedTime(nn.Module):
+    """Time folded into the batch axis, examples first and time first; transposed and grouped convolutions."""
 
     def __init__(self):
         super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.a = nn.Linear(4, 4)
+        self.b = nn.Linear(4, 4)
         self.conv = nn.Conv1d(4, 6, 3, padding="same", groups=2)
-        self.up, self.slope, self.head = nn.ConvTranspose1d(6, 4, 2, stride=2), nn.PReLU(), nn.Linear(4, 3)
+        self.up = nn.ConvTranspose1d(6, 4, 2, stride=2)
+        self.slope = nn.PReLU()
+        self.head = nn.Linear(4, 3)
 
     def forward(self, x):
         n, t, e = x.shape
@@ -62,10 +71,12 @@ class Frames(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.conv, self.norm = nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3)
+        self.conv = nn.Conv2d(1, 3, 3)
+        self.norm = nn.BatchNorm2d(3)
         self.norm.running_mean.normal_()
         self.norm.running_var.uniform_(0.5, 2)
-        self.group, self.head = nn.GroupNorm(1, 3), nn.Linear(3, 3)
+        self.group = nn.GroupNorm(1, 3)
+        self.head = nn.Linear(3, 3)
 
     def forward(self, x):
         h = F.relu(self.norm(self.conv(x.flatten(0, 1))), inplace=True)
@@ -73,9 +84,13 @@ class Frames(nn.Module):
 
 
 class Recurrent(nn.Module):
+    """A GRU cell called once per time step, and an LSTM."""
+
     def __init__(self):
         super().__init__()
-        self.cell, self.lstm, self.head = nn.GRUCell(4, 5), nn.LSTM(4, 5, batch_first=True), nn.Linear(5, 3)
+        self.cell = nn.GRUCell(4, 5)
+        self.lstm = nn.LSTM(4, 5, batch_first=True)
+        self.head = nn.Linear(5, 3)
 
     def forward(self, x):
         h = x.new_zeros(len(x), 5)
@@ -84,7 +99,7 @@ class Recurrent(nn.Module):
         return self.head(h + self.lstm(x)[0][:, -1])
 
 
-class Hidden(torch.autograd.Function):
+class CustomProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w):
         ctx.save_for_backward(x, w)
@@ -97,18 +112,19 @@ class Hidden(torch.autograd.Function):
 
 
 class Invisible(nn.Module):
-    """A use of a parameter that no tap can see."""
+    """A parameter used inside a custom autograd function, which the interceptor cannot see."""
 
     def __init__(self):
         super().__init__()
-        self.w, self.head = nn.Parameter(torch.randn(4)), nn.Linear(4, 3)
+        self.w = nn.Parameter(torch.randn(4))
+        self.head = nn.Linear(4, 3)
 
     def forward(self, x):
-        return self.head(Hidden.apply(x, self.w))
+        return self.head(CustomProduct.apply(x, self.w))
 
 
 class Piecewise(nn.Module):
-    """As many operations as the batch needs: not what a probe on two examples saw."""
+    """The number of operations grows with the batch, unlike in a probe of two examples."""
 
     def __init__(self):
         super().__init__()
@@ -119,11 +135,14 @@ class Piecewise(nn.Module):
 
 
 class Encoder(nn.Module):
+    """A transformer encoder, with the batch or time on the first axis."""
+
     def __init__(self, batch_first):
         super().__init__()
         self.batch_first = batch_first
         layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.1, batch_first=batch_first)
-        self.encoder, self.head = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False), nn.Linear(4, 3)
+        self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+        self.head = nn.Linear(4, 3)
 
     def forward(self, x):
         if self.batch_first:
@@ -132,35 +151,38 @@ class Encoder(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention from one sequence to another, whose projections torch cuts out of one parameter."""
+    """Cross-attention, whose projections torch slices out of one parameter."""
 
     def __init__(self):
         super().__init__()
-        self.query, self.attend, self.head = (
-            nn.Parameter(torch.randn(1, 2, 4)),
-            nn.MultiheadAttention(4, 2, batch_first=True),
-            nn.Linear(4, 3),
-        )
+        self.query = nn.Parameter(torch.randn(1, 2, 4))
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.head = nn.Linear(4, 3)
 
     def forward(self, x):
-        return self.head(self.attend(self.query.expand(len(x), -1, -1), x, x, need_weights=False)[0].mean(1))
+        return self.head(self.attention(self.query.expand(len(x), -1, -1), x, x, need_weights=False)[0].mean(1))
 
 
-class Placed(nn.Module):
-    """Time comes first, so that vectors of places have no axis for examples in front; steps in a fixed other order."""
+class PositionEmbeddings(nn.Module):
+    """Time comes first, so position embeddings have no leading batch axis; time steps are permuted by a buffer."""
 
     def __init__(self):
         super().__init__()
-        self.words, self.places, self.head = nn.Embedding(11, 4), nn.Embedding(5, 4), nn.Linear(4, 3)
+        self.token_embedding = nn.Embedding(11, 4)
+        self.position_embedding = nn.Embedding(5, 4)
+        self.head = nn.Linear(4, 3)
         self.register_buffer("order", torch.tensor([3, 0, 4, 1, 2]))
 
     def forward(self, t):
-        h = self.words(t[:, self.order]).transpose(0, 1) + self.places(torch.arange(t.shape[1]))[:, None]
+        h = (
+            self.token_embedding(t[:, self.order]).transpose(0, 1)
+            + self.position_embedding(torch.arange(t.shape[1]))[:, None]
+        )
         return self.head(torch.tanh(h).sum(0))
 
 
 class Bert(nn.Module):
-    """That of transformers: numbers of places in a row, kinds of words gathered from a buffer, masks by the data."""
+    """BERT of transformers: position ids in one row, token types gathered from a buffer, data-dependent masks."""
 
     def __init__(self):
         super().__init__()
@@ -182,40 +204,41 @@ class Bert(nn.Module):
 
 
 class Siamese(nn.Module):
-    """Two inputs through one body, one after the other or side by side in the batch."""
+    """Two inputs through one body, in two calls or concatenated in the batch."""
 
-    def __init__(self, side_by_side):
+    def __init__(self, concatenate):
         super().__init__()
-        self.side_by_side = side_by_side
+        self.concatenate = concatenate
         self.body = nn.Linear(4, 5)
         self.head = nn.Linear(5, 3)
 
     def forward(self, x):
-        left, right = x.unbind(1)
-        if self.side_by_side:
-            left, right = self.body(torch.cat([left, right])).tanh().chunk(2)
+        first, second = x.unbind(1)
+        if self.concatenate:
+            first, second = self.body(torch.cat([first, second])).tanh().chunk(2)
         else:
-            left, right = self.body(left).tanh(), self.body(right).tanh()
-        return self.head((left - right).square())
+            first = self.body(first).tanh()
+            second = self.body(second).tanh()
+        return self.head((first - second).square())
 
 
 class Packed(nn.Module):
-    """A GRU over sentences of different lengths, which packing sorts by their length."""
+    """A GRU over sequences of different lengths, which packing sorts by length."""
 
     def __init__(self):
         super().__init__()
-        self.words = nn.Embedding(11, 4, padding_idx=0)
+        self.token_embedding = nn.Embedding(11, 4, padding_idx=0)
         self.gru = nn.GRU(4, 5, batch_first=True)
         self.head = nn.Linear(5, 3)
 
     def forward(self, t):
         lengths = (t > 3).sum(1).clamp(min=1)
-        packed = pack_padded_sequence(self.words(t), lengths.cpu(), batch_first=True, enforce_sorted=False)
+        packed = pack_padded_sequence(self.token_embedding(t), lengths.cpu(), batch_first=True, enforce_sorted=False)
         return self.head(self.gru(packed)[1][-1])
 
 
 class MixtureOfExperts(nn.Module):
-    """Every example goes to the expert its gate likes best; an expert without examples is left out, or runs on no rows."""
+    """Each example goes to its top expert; an expert without examples is skipped, or runs on no rows."""
 
     def __init__(self, skip):
         super().__init__()
@@ -224,50 +247,50 @@ class MixtureOfExperts(nn.Module):
         self.experts = nn.ModuleList([nn.Linear(4, 3) for _ in range(3)])
 
     def forward(self, x):
-        shares = self.gate(x).softmax(1)
-        best = shares.argmax(1)
-        out = x.new_zeros(len(x), 3)
+        gate_probabilities = self.gate(x).softmax(1)
+        top_expert = gate_probabilities.argmax(1)
+        outputs = x.new_zeros(len(x), 3)
         for k, expert in enumerate(self.experts):
-            (rows,) = torch.where(best == k)
+            (rows,) = torch.where(top_expert == k)
             if len(rows) or not self.skip:
-                out = out.index_add(0, rows, expert(x[rows]) * shares[rows, k : k + 1])
-        return out
+                outputs = outputs.index_add(0, rows, expert(x[rows]) * gate_probabilities[rows, k : k + 1])
+        return outputs
 
 
 class AdaptiveDepth(nn.Module):
-    """A layer is repeated as often as the hardest example of the batch needs; the others stand still meanwhile."""
+    """A layer is repeated as often as the deepest example of the batch needs; the other examples keep their values."""
 
     def __init__(self):
         super().__init__()
-        self.again = nn.Linear(4, 4)
+        self.repeated_layer = nn.Linear(4, 4)
         self.head = nn.Linear(4, 3)
 
     def forward(self, x):
         depth = 1 + (x[:, 0] > 0).long() + (x[:, 1] > 0).long()
         h = x
         for k in range(int(depth.max())):
-            h = torch.where((depth > k)[:, None], torch.tanh(self.again(h)), h)
+            h = torch.where((depth > k)[:, None], torch.tanh(self.repeated_layer(h)), h)
         return self.head(h)
 
 
 class Trimmed(nn.Module):
-    """Sentences are cut to the longest of the batch, by a slice whose bound is a tensor."""
+    """Sequences are trimmed to the longest of the batch, by a slice whose bound is a tensor."""
 
     def __init__(self):
         super().__init__()
-        self.words = nn.Embedding(11, 4, padding_idx=0)
+        self.token_embedding = nn.Embedding(11, 4, padding_idx=0)
         self.layer = nn.Linear(4, 4)
         self.head = nn.Linear(4, 3)
 
     def forward(self, t):
         lengths = (t > 3).sum(1).clamp(min=1)
         t = t[:, : lengths.max()]
-        known = torch.arange(t.shape[1]) < lengths[:, None]
-        return self.head((torch.tanh(self.layer(self.words(t))) * known[..., None]).sum(1))
+        is_token = torch.arange(t.shape[1]) < lengths[:, None]
+        return self.head((torch.tanh(self.layer(self.token_embedding(t))) * is_token[..., None]).sum(1))
 
 
 class Checkpointed(nn.Module):
-    """A part whose activations are not kept, but computed again in the backward pass."""
+    """A part whose activations are recomputed in the backward pass."""
 
     def __init__(self, use_reentrant):
         super().__init__()
@@ -285,12 +308,12 @@ class Spectral(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.mix = nn.Parameter(torch.randn(3, 3, dtype=torch.cdouble))
+        self.mixing = nn.Parameter(torch.randn(3, 3, dtype=torch.cdouble))
         self.filter = nn.Parameter(torch.randn(3, dtype=torch.cdouble))
         self.head = nn.Linear(4, 3)
 
     def forward(self, x):
-        return self.head(torch.tanh(torch.fft.irfft((torch.fft.rfft(x) @ self.mix) * self.filter, 4)))
+        return self.head(torch.tanh(torch.fft.irfft((torch.fft.rfft(x) @ self.mixing) * self.filter, 4)))
 
 
 class Autoencoder(nn.Module):
@@ -306,7 +329,7 @@ class Autoencoder(nn.Module):
 
 
 class Wrapped(nn.Module):
-    """A module that has another one, called as the wrappers of torch call it, and something of its own to do."""
+    """A module whose child is named `module`, as in torch's wrappers, but which computes something itself."""
 
     def __init__(self):
         super().__init__()
@@ -316,8 +339,8 @@ class Wrapped(nn.Module):
         return 0.2 * self.module(torch.tanh(x))
 
 
-class Moving(nn.Module):
-    """Buffers that move in every forward pass, in place and by being replaced."""
+class ChangingBuffers(nn.Module):
+    """Buffers that every forward pass changes, in place and by assignment."""
 
     def __init__(self):
         super().__init__()
@@ -354,17 +377,17 @@ MODELS = {
     "encoder, time first": (lambda: Encoder(False), [7, 2, 4]),
     "cross attention": (Attention, [7, 2, 4]),
     "recurrent": (Recurrent, [7, 2, 4]),
-    "tied": (Tied, None),
-    "placed": (Placed, None),
+    "tied": (TiedEmbedding, None),
+    "position embeddings": (PositionEmbeddings, None),
     "bert": (Bert, None),
-    "bare": (Bare, [7, 2, 4]),
-    "folded": (Folded, [7, 2, 4]),
+    "bare": (BareParameters, [7, 2, 4]),
+    "folded": (FoldedTime, [7, 2, 4]),
     "frames": (Frames, [7, 2, 1, 5, 5]),
     "weight norm": (weight_norm, [7, 4]),
     "invisible": (Invisible, [7, 4]),
     "piecewise": (Piecewise, [7, 4]),
     "siamese": (lambda: Siamese(False), [7, 2, 4]),
-    "siamese, side by side": (lambda: Siamese(True), [7, 2, 4]),
+    "siamese, concatenated": (lambda: Siamese(True), [7, 2, 4]),
     "packed": (Packed, None),
     "experts": (lambda: MixtureOfExperts(True), [7, 4]),
     "experts without rows": (lambda: MixtureOfExperts(False), [7, 4]),
@@ -375,12 +398,12 @@ MODELS = {
     "complex": (Spectral, [7, 4]),
     "autoencoder": (Autoencoder, [7, 4]),
     "wrapped": (Wrapped, [7, 4]),
-    "moving buffers": (Moving, [7, 4]),
+    "changing buffers": (ChangingBuffers, [7, 4]),
 }
 
 
 def make(name):
-    """The model in float64, and seven inputs."""
+    """Create a model in float64 and seven inputs for it."""
     torch.manual_seed(0)
     factory, shape = MODELS[name]
     model = factory().double()

@@ -10,8 +10,9 @@ from everlearn.curvature import fisher, gaussian_kl, kl, predictive_kl
 from tests.models import make
 
 
-def test_closed_forms_and_directions():
-    p, q = Normal(0.0, 1.0), Normal(1.0, 2.0)
+def test_closed_forms_in_both_directions():
+    p = Normal(0.0, 1.0)
+    q = Normal(1.0, 2.0)
     forward = torch.log(torch.tensor(2.0)) + (1 + 1) / 8 - 0.5
     torch.testing.assert_close(kl(p, q), forward)
     reverse = -torch.log(torch.tensor(2.0)) + (4 + 1) / 2 - 0.5
@@ -21,25 +22,29 @@ def test_closed_forms_and_directions():
 
 
 def test_gaussians_with_full_covariance():
-    def psd():
-        r = torch.randn(3, 6, dtype=torch.double)
-        return r @ r.t()
+    def random_covariance():
+        root = torch.randn(3, 6, dtype=torch.double)
+        return root @ root.t()
 
-    m, s, n, t = torch.randn(3).double(), psd(), torch.randn(3).double(), psd()
-    right = torch.distributions.kl_divergence(MultivariateNormal(m, s), MultivariateNormal(n, t))
-    torch.testing.assert_close(gaussian_kl(m, s, n, t), right)
+    m = torch.randn(3).double()
+    s = random_covariance()
+    n = torch.randn(3).double()
+    t = random_covariance()
+    expected = torch.distributions.kl_divergence(MultivariateNormal(m, s), MultivariateNormal(n, t))
+    torch.testing.assert_close(gaussian_kl(m, s, n, t), expected)
 
 
-def test_sampled_where_there_is_no_closed_form():
+def test_divergence_without_a_closed_form_is_sampled():
     torch.manual_seed(0)
     mixture = MixtureSameFamily(Classes(torch.ones(2)), Normal(torch.tensor([-2.0, 2.0]), torch.ones(2)))
-    wide, narrow = Normal(0.0, 2.24), Normal(2.0, 1.0)
+    wide = Normal(0.0, 2.24)
+    narrow = Normal(2.0, 1.0)
     grid = torch.linspace(-12, 12, 20001)
     p = mixture.log_prob(grid).exp()
-    right = torch.trapezoid(p * (mixture.log_prob(grid) - wide.log_prob(grid)), grid)
-    assert abs(kl(mixture, wide, samples=200_000) - right) < 0.01
-    assert kl(mixture, wide) < kl(mixture, narrow), "forward covers"
-    assert kl(mixture, narrow, "reverse") < 0.8, "reverse may pick a mode"
+    expected = torch.trapezoid(p * (mixture.log_prob(grid) - wide.log_prob(grid)), grid)
+    assert abs(kl(mixture, wide, samples=200_000) - expected) < 0.01
+    assert kl(mixture, wide) < kl(mixture, narrow), "the forward direction covers all modes"
+    assert kl(mixture, narrow, "reverse") < 0.8, "the reverse direction may fit one mode"
     assert kl(Laplace(0.0, 1.0), Laplace(0.0, 1.0)) == 0
 
 
@@ -57,9 +62,10 @@ def test_the_fisher_information_is_the_curvature_of_the_divergence(name, likelih
     assert abs(ratio - 1) < 5e-3
 
 
-def test_allowed_classes_are_the_distribution():
+def test_allowed_classes_define_the_distribution():
     torch.manual_seed(0)
-    model, x = nn.Linear(3, 4).double(), torch.randn(10, 3).double()
+    model = nn.Linear(3, 4).double()
+    x = torch.randn(10, 3).double()
     table = torch.tensor([[True, True, False, False]])
     step = {"weight": 1e-4 * torch.randn(4, 3).double()}
     task = Task(x, id=0, allowed=table)
@@ -71,17 +77,20 @@ def test_allowed_classes_are_the_distribution():
     assert abs(predictive_kl(model, step, task) / (0.5 * full.quad(step)) - 1) < 1e-2
 
 
-def test_rows_with_other_classes_tokens_that_are_ignored_and_labels_that_are_not_allowed():
+def test_mixed_class_masks_ignored_tokens_and_bernoulli_masks():
     torch.manual_seed(0)
     torch.set_default_dtype(torch.double)
     try:
         table = torch.tensor([[True, True, False, False], [False, True, True, True]])
-        linear, words, x = nn.Linear(3, 4), nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5)), torch.randn(10, 3)
-        mixed = Task(Arrays(x, torch.ones(10, dtype=torch.long), torch.arange(10) % 2), id=0, allowed=table)
-        tokens, y = torch.randint(5, (6, 4)), torch.randint(5, (6, 4))
+        linear = nn.Linear(3, 4)
+        language_model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5))
+        x = torch.randn(10, 3)
+        mixed_task = Task(Arrays(x, torch.ones(10, dtype=torch.long), torch.arange(10) % 2), id=0, allowed=table)
+        tokens = torch.randint(5, (6, 4))
+        y = torch.randint(5, (6, 4))
         y[:, 2:] = -100
-        yes_no = Task(x, id=0, allowed=table, likelihood=Bernoulli())
-        for model, data in ((linear, mixed), (words, (tokens, y)), (linear, yes_no)):
+        bernoulli_task = Task(x, id=0, allowed=table, likelihood=Bernoulli())
+        for model, data in ((linear, mixed_task), (language_model, (tokens, y)), (linear, bernoulli_task)):
             step = {n: 1e-4 * torch.randn_like(p) for n, p in model.named_parameters()}
             ratio = predictive_kl(model, step, data) / (0.5 * fisher(model, data, structure="full").quad(step))
             assert abs(ratio - 1) < 1e-2

@@ -27,74 +27,86 @@ def columns_for(model, x, count=3):
 def test_equals_the_loop_over_single_examples(name, squared, chunk):
     model, x = make(name)
     columns = columns_for(model, x)
-    right = mean_of(model, x, columns, squared_size if squared else torch.abs)
+    expected = mean_of(model, x, columns, squared_size if squared else torch.abs)
     engine = PerExample(model)
-    found = Elementwise(engine.parameters, squared)
+    statistics = Elementwise(engine.parameters, squared)
     with preserve_model(model):
         for i in range(0, len(x), chunk):
-            engine.update(x[i : i + chunk], lambda out, i=i: (c[i : i + chunk] for c in columns), found)
-    for n, value in right.items():
-        torch.testing.assert_close(found.sums[n] / len(x), value, rtol=1e-9, atol=1e-12, msg=lambda m, n=n: f"{n}: {m}")
+            engine.update(x[i : i + chunk], lambda outputs, i=i: (c[i : i + chunk] for c in columns), statistics)
+    for n, value in expected.items():
+        torch.testing.assert_close(
+            statistics.sums[n] / len(x), value, rtol=1e-9, atol=1e-12, msg=lambda m, n=n: f"{n}: {m}"
+        )
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "complex"])
-def test_rows_in_full_equal_the_loop(name):
+def test_outer_products_equal_the_loop(name):
     model, x = make(name)
     (column,) = columns_for(model, x, 1)
     engine = PerExample(model)
-    found = OuterProducts(engine.parameters)
+    statistics = OuterProducts(engine.parameters)
     with preserve_model(engine.model):
-        engine.update(x, lambda out: [column], found)
-    right = torch.stack([torch.cat([g.flatten() for g in row.values()]) for row in gradients(model, x, column)])
-    if found.rows is not None:
-        torch.testing.assert_close(found.rows, right, rtol=1e-9, atol=1e-12)
+        engine.update(x, lambda outputs: [column], statistics)
+    expected = torch.stack([torch.cat([g.flatten() for g in row.values()]) for row in gradients(model, x, column)])
+    if statistics.rows is not None:
+        torch.testing.assert_close(statistics.rows, expected, rtol=1e-9, atol=1e-12)
     else:
-        torch.testing.assert_close(found.matrix, right.t() @ right, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(statistics.matrix, expected.t() @ expected, rtol=1e-9, atol=1e-12)
 
 
-FAST = {"mlp", "cnn", "resnet", "transformer", "encoder", "encoder, time first", "frames", "tied", "bert"}
+MODELS_WITHOUT_FALLBACK = {
+    "mlp",
+    "cnn",
+    "resnet",
+    "transformer",
+    "encoder",
+    "encoder, time first",
+    "frames",
+    "tied",
+    "bert",
+}
 
 
 @pytest.mark.parametrize("name", list(MODELS))
-def test_the_fast_path_is_taken_where_it_exists(name):
+def test_supported_models_need_no_fallback(name):
     model, x = make(name)
     engine = PerExample(model)
     with preserve_model(engine.model):
-        engine.update(x, lambda out: [torch.ones_like(out)], Elementwise(engine.parameters))
-    if name in FAST:
+        engine.update(x, lambda outputs: [torch.ones_like(outputs)], Elementwise(engine.parameters))
+    if name in MODELS_WITHOUT_FALLBACK:
         assert engine.plan.fallback == set()
     expected = {
-        "placed": {"places.weight"},
+        "position embeddings": {"position_embedding.weight"},
         "bare": {"matrix"},
         "folded": {"slope.weight"},
         "invisible": {"w"},
-        "cross attention": {"attend.in_proj_weight", "attend.in_proj_bias"},
+        "cross attention": {"attention.in_proj_weight", "attention.in_proj_bias"},
     }
     if name in expected:
         assert engine.plan.fallback == expected[name]
 
 
 @pytest.mark.parametrize("name", list(MODELS))
-def test_the_model_is_left_exactly_as_it_was(name):
+def test_the_model_and_random_state_are_unchanged(name):
     model, x = make(name)
     model.train()
     list(model.modules())[-1].eval()
     list(model.parameters())[-1].requires_grad_(False)
     loss = model(x).sum()
     loss.backward()
-    before = copy.deepcopy(model.state_dict())
-    flags = [m.training for m in model.modules()], [p.requires_grad for p in model.parameters()]
-    grads = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-    states = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
+    initial_state = copy.deepcopy(model.state_dict())
+    initial_flags = [m.training for m in model.modules()], [p.requires_grad for p in model.parameters()]
+    initial_gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    initial_rng_states = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
     engine = PerExample(model)
     with preserve_model(engine.model):
-        engine.update(x, lambda out: [torch.ones_like(out)], Elementwise(engine.parameters))
-    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
-    assert flags == ([m.training for m in model.modules()], [p.requires_grad for p in model.parameters()])
-    for p, g in zip(model.parameters(), grads, strict=True):
-        assert (p.grad is None and g is None) or torch.equal(p.grad, g)
-    assert torch.equal(states[0], torch.get_rng_state()) and random.getstate() == states[2]
-    assert (np.random.get_state()[1] == states[1]).all()
+        engine.update(x, lambda outputs: [torch.ones_like(outputs)], Elementwise(engine.parameters))
+    assert all(torch.equal(v, initial_state[k]) for k, v in model.state_dict().items())
+    assert initial_flags == ([m.training for m in model.modules()], [p.requires_grad for p in model.parameters()])
+    for p, initial_gradient in zip(model.parameters(), initial_gradients, strict=True):
+        assert (p.grad is None and initial_gradient is None) or torch.equal(p.grad, initial_gradient)
+    assert torch.equal(initial_rng_states[0], torch.get_rng_state()) and random.getstate() == initial_rng_states[2]
+    assert (np.random.get_state()[1] == initial_rng_states[1]).all()
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
@@ -118,10 +130,10 @@ def test_layers_that_mix_examples_are_refused(layer, message):
     model = nn.Sequential(layer, nn.Linear(4, 2))
     engine = PerExample(model)
     with pytest.raises(ValueError, match=message), preserve_model(engine.model):
-        engine.update(torch.randn(5, 4), lambda out: [torch.ones_like(out)], Elementwise(engine.parameters))
+        engine.update(torch.randn(5, 4), lambda outputs: [torch.ones_like(outputs)], Elementwise(engine.parameters))
 
 
-def test_outputs_that_are_no_tensor_are_refused():
+def test_outputs_that_are_not_a_tensor_are_refused():
     class Two(nn.Module):
         def __init__(self):
             super().__init__()
@@ -132,55 +144,58 @@ def test_outputs_that_are_no_tensor_are_refused():
 
     engine = PerExample(Two())
     with pytest.raises(TypeError, match="a tensor of outputs, it gave a tuple"), preserve_model(engine.model):
-        engine.update(torch.randn(5, 4), lambda out: [out], Elementwise(engine.parameters))
+        engine.update(torch.randn(5, 4), lambda outputs: [outputs], Elementwise(engine.parameters))
 
 
-def test_nothing_stays_in_memory_between_chunks():
+def test_no_tensors_are_kept_between_chunks():
     model, x = make("cnn")
     engine = PerExample(model)
-    found = Elementwise(engine.parameters)
+    statistics = Elementwise(engine.parameters)
 
-    def tensors():
+    def count_tensors():
         return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
 
     with preserve_model(model):
-        engine.update(x, lambda out: [torch.ones_like(out)], found)
+        engine.update(x, lambda outputs: [torch.ones_like(outputs)], statistics)
         gc.collect()
-        gc.disable()  # what only the collector could free would pile up
-        before = tensors()
+        gc.disable()  # tensors in reference cycles would accumulate
+        count_before = count_tensors()
         for _ in range(5):
-            engine.update(x, lambda out: [torch.ones_like(out)] * 2, found)
-        after = tensors()
+            engine.update(x, lambda outputs: [torch.ones_like(outputs)] * 2, statistics)
+        count_after = count_tensors()
         gc.enable()
-    assert after <= before + 2
+    assert count_after <= count_before + 2
 
 
-def test_wrapped_models_are_opened():
+def test_wrapped_models_are_unwrapped():
     model, x = make("mlp")
     columns = columns_for(model, x)
-    right = mean_of(model, x, columns, torch.square)
+    expected = mean_of(model, x, columns, torch.square)
     for wrapped in (torch.compile(model), nn.DataParallel(model)):
         engine = PerExample(wrapped)
-        found = Elementwise(engine.parameters)
+        statistics = Elementwise(engine.parameters)
         with preserve_model(engine.model):
-            engine.update(x, lambda out: columns, found)
-        torch.testing.assert_close(found.sums["1.weight"] / len(x), right["1.weight"])
+            engine.update(x, lambda outputs: columns, statistics)
+        torch.testing.assert_close(statistics.sums["1.weight"] / len(x), expected["1.weight"])
 
 
 class Experts(nn.Module):
-    """Which rows go to which layer depends on the data."""
+    """The data decide which rows go to which layer."""
 
     def __init__(self):
         super().__init__()
-        self.a, self.b = nn.Linear(4, 3), nn.Linear(4, 3)
+        self.a = nn.Linear(4, 3)
+        self.b = nn.Linear(4, 3)
 
     def forward(self, x):
-        out, first = x.new_zeros(len(x), 3), x[:, 0] > 0
-        out[first], out[~first] = self.a(x[first]), self.b(x[~first])
-        return out
+        outputs = x.new_zeros(len(x), 3)
+        goes_to_a = x[:, 0] > 0
+        outputs[goes_to_a] = self.a(x[goes_to_a])
+        outputs[~goes_to_a] = self.b(x[~goes_to_a])
+        return outputs
 
 
-class Sorted(nn.Module):
+class SortedRows(nn.Module):
     def __init__(self):
         super().__init__()
         self.layer = nn.Linear(4, 3)
@@ -190,8 +205,8 @@ class Sorted(nn.Module):
         return self.layer(x[order])[order.argsort()]
 
 
-class Kept(nn.Module):
-    """The data write into what was a constant, and pick by it."""
+class WrittenOrder(nn.Module):
+    """The data are written into a constant tensor, which then indexes the rows."""
 
     def __init__(self):
         super().__init__()
@@ -200,279 +215,295 @@ class Kept(nn.Module):
     def forward(self, x):
         order = torch.arange(len(x))
         order[:] = x[:, 0].argsort()
-        back = torch.zeros(len(x), dtype=torch.long)
-        back.copy_(order.argsort())
-        return self.layer(x[order])[back]
+        inverse_order = torch.zeros(len(x), dtype=torch.long)
+        inverse_order.copy_(order.argsort())
+        return self.layer(x[order])[inverse_order]
 
 
 def check_against_the_loop(model, chunks):
-    """A whole pass over chunks of any shapes; returns the engine."""
+    """Compare a pass over chunks of any shapes with the loop over single examples, and return the engine."""
     torch.manual_seed(1)
     columns = [torch.randn_like(model.eval()(x)) for x in chunks]
     engine = PerExample(model)
-    found = Elementwise(engine.parameters)
+    statistics = Elementwise(engine.parameters)
     with preserve_model(model):
         for x, column in zip(chunks, columns, strict=True):
-            engine.update(x, lambda out, column=column: [column], found)
-    right = [mean_of(model, x, [column], torch.square) for x, column in zip(chunks, columns, strict=True)]
-    for n in found.sums:
-        wanted = sum(r[n] * len(x) for r, x in zip(right, chunks, strict=True))
-        torch.testing.assert_close(found.sums[n], wanted, msg=lambda m, n=n: f"{n}: {m}")
+            engine.update(x, lambda outputs, column=column: [column], statistics)
+    expected = [mean_of(model, x, [column], torch.square) for x, column in zip(chunks, columns, strict=True)]
+    for n in statistics.sums:
+        expected_sum = sum(r[n] * len(x) for r, x in zip(expected, chunks, strict=True))
+        torch.testing.assert_close(statistics.sums[n], expected_sum, msg=lambda m, n=n: f"{n}: {m}")
     return engine
 
 
-@pytest.mark.parametrize("kind", [Experts, Sorted, Kept])
-def test_rows_that_the_data_reorder(kind):
+@pytest.mark.parametrize("kind", [Experts, SortedRows, WrittenOrder])
+def test_data_dependent_row_orders(kind):
     torch.manual_seed(0)
     check_against_the_loop(kind().double(), [torch.randn(9, 4, dtype=torch.double)])
 
 
-class Reordered(nn.Module):
-    """A layer between an order and its inverse."""
+class ReorderedRows(nn.Module):
+    """A layer between a permutation of the rows and its inverse."""
 
     def __init__(self, order):
         super().__init__()
-        self.layer, self.order = nn.Linear(4, 4), order
+        self.layer = nn.Linear(4, 4)
+        self.order = order
 
     def forward(self, x):
         order = self.order(x)
         return self.layer(torch.tanh(self.layer(x))[order])[torch.as_tensor(order).argsort()]
 
 
-def through_a_view(x):
+def sort_through_a_view(x):
     order = torch.zeros(len(x), dtype=torch.long)
     order.view(-1).copy_(x[:, 0].argsort())
     return order
 
 
-def through_a_slice(x):
+def sort_through_a_slice(x):
     order = torch.arange(len(x))
     order[: len(x)][:] = x[:, 0].argsort()
     return order
 
 
-def through_out(x):
+def sort_through_out(x):
     order = torch.zeros(len(x), dtype=torch.long)
     torch.sort(x[:, 0], out=(torch.empty(len(x), dtype=x.dtype), order))
     return order
 
 
-def through_numpy(x):
+def sort_through_numpy(x):
     order = torch.arange(len(x))
     order.numpy()[:] = np.argsort(x[:, 0].numpy())
     return order
 
 
-class Rows(nn.Module):
-    """The same, row by row, by slices, by flat numbers and by axes that do not come first."""
+class RowWise(nn.Module):
+    """Permute rows one by one, by slices, by flat indices, by writing, or on the second axis."""
 
-    def __init__(self, how):
+    def __init__(self, variant):
         super().__init__()
-        self.layer, self.how = nn.Linear(4, 4), how
+        self.layer = nn.Linear(4, 4)
+        self.variant = variant
 
     def forward(self, x):
-        order, h = x[:, 0].argsort(), torch.tanh(self.layer(x))
-        back = order.argsort()
-        if self.how == "rows":
-            return torch.stack([*self.layer(torch.stack([h[i] for i in order.tolist()]))[back].unbind()])
-        if self.how == "slices":  # as they are with two rows
-            y, half = self.layer(torch.cat([h[::2], h[1::2]])), (len(x) + 1) // 2
+        order = x[:, 0].argsort()
+        h = torch.tanh(self.layer(x))
+        inverse_order = order.argsort()
+        if self.variant == "rows":
+            return torch.stack([*self.layer(torch.stack([h[i] for i in order.tolist()]))[inverse_order].unbind()])
+        if self.variant == "slices":  # with two rows, slices keep the order
+            y = self.layer(torch.cat([h[::2], h[1::2]]))
+            half = (len(x) + 1) // 2
             return torch.stack([y[i // 2 + i % 2 * half] for i in range(len(x))])
-        if self.how == "take":
+        if self.variant == "take":
             y = self.layer(torch.take(h, order[:, None] * 4 + torch.arange(4)))
             return torch.zeros_like(y).scatter(0, order[:, None].expand(-1, 4), y)
-        if self.how == "written":
-            y = self.layer(torch.zeros_like(h).index_copy(0, back, h))
+        if self.variant == "written":
+            y = self.layer(torch.zeros_like(h).index_copy(0, inverse_order, h))
             return torch.zeros_like(y).index_copy(0, order, y)
-        return self.layer(h.t()[:, order].t()).t()[:, back].t()  # "second axis"
+        return self.layer(h.t()[:, order].t()).t()[:, inverse_order].t()  # "second axis"
 
 
 ORDERS = {
-    "numbers": lambda x: torch.tensor(x[:, 0].argsort().tolist()),
+    "tensor of a list": lambda x: torch.tensor(x[:, 0].argsort().tolist()),
     "list": lambda x: x[:, 0].argsort().tolist(),
-    "view": through_a_view,
-    "slice": through_a_slice,
-    "out": through_out,
-    "numpy": through_numpy,
+    "view": sort_through_a_view,
+    "slice": sort_through_a_slice,
+    "out": sort_through_out,
+    "numpy": sort_through_numpy,
     "evens and odds": lambda x: torch.cat([torch.arange(0, len(x), 2), torch.arange(1, len(x), 2)]),
-    "from four on": lambda x: torch.arange(len(x)).flip(0) if len(x) > 3 else torch.arange(len(x)),
+    "four rows or more": lambda x: torch.arange(len(x)).flip(0) if len(x) > 3 else torch.arange(len(x)),
 }
 
 
 @pytest.mark.parametrize(
     "model",
-    [Reordered(order) for order in ORDERS.values()]
-    + [Rows(how) for how in ("rows", "slices", "take", "written", "second axis")],
+    [ReorderedRows(order) for order in ORDERS.values()]
+    + [RowWise(variant) for variant in ("rows", "slices", "take", "written", "second axis")],
     ids=[*ORDERS, "rows", "slices", "take", "written", "second axis"],
 )
-def test_orders_that_leave_the_first_examples_in_place(model):
+def test_row_orders_that_a_probe_of_the_first_rows_cannot_see(model):
     torch.manual_seed(0)
     x = torch.randn(9, 4, dtype=torch.double)
     x[:3, 0] = torch.tensor([-5.0, -4.0, -3.0])
     check_against_the_loop(model.double(), [x])
 
 
-def test_picking_within_examples_takes_the_fast_way():
-    class Last(nn.Module):
-        """As language models do that classify: the last word that is no padding; and columns in another order."""
+def test_indexing_within_examples_needs_no_fallback():
+    class LastToken(nn.Module):
+        """Classify from the last token that is not padding, as language models do, with permuted features."""
 
         def __init__(self):
             super().__init__()
-            self.words, self.head = nn.Embedding(11, 4), nn.Linear(4, 3)
+            self.token_embedding = nn.Embedding(11, 4)
+            self.head = nn.Linear(4, 3)
 
         def forward(self, t):
-            h = torch.tanh(self.words(t)[..., [2, 0, 1, 3]])
-            last = (t != 0).sum(1) - 1
-            return self.head(h)[torch.arange(len(t)), last]
+            h = torch.tanh(self.token_embedding(t)[..., [2, 0, 1, 3]])
+            last_index = (t != 0).sum(1) - 1
+            return self.head(h)[torch.arange(len(t)), last_index]
 
-    engine = check_against_the_loop(Last().double(), [torch.randint(11, (7, 5)), torch.randint(11, (4, 3))])
+    engine = check_against_the_loop(LastToken().double(), [torch.randint(11, (7, 5)), torch.randint(11, (4, 3))])
     assert engine.plan.fallback == set()
 
 
-class Shared(nn.Module):
-    """Vectors of places, the same for all sentences, used in a way of one's own."""
+class SharedPositions(nn.Module):
+    """Position embeddings that all examples share, read in the way of `use`."""
 
     def __init__(self, use):
         super().__init__()
-        self.words, self.places, self.head = nn.Embedding(11, 4), nn.Embedding(6, 4), nn.Linear(4, 3)
+        self.token_embedding = nn.Embedding(11, 4)
+        self.position_embedding = nn.Embedding(6, 4)
+        self.head = nn.Linear(4, 3)
         self.use = use
         self.register_buffer("ids", torch.arange(6))
 
     def forward(self, t):
-        return self.head(torch.tanh(self.words(t) + self.use(self, t)).sum(1))
+        return self.head(torch.tanh(self.token_embedding(t) + self.use(self, t)).sum(1))
 
 
-def over_its_length(model, t):
-    vectors = model.places(torch.arange(t.shape[1]))
+def divide_by_length(model, t):
+    vectors = model.position_embedding(torch.arange(t.shape[1]))
     return vectors / len(vectors)
 
 
 @pytest.mark.parametrize(
-    ("use", "shapes", "fast"),
+    ("use", "shapes", "without_fallback"),
     [
-        (lambda m, t: m.places(m.ids)[: t.shape[1]], [(7, 6), (3, 6), (30, 6)], False),
-        (lambda m, t: m.places(m.ids)[: t.shape[1]], [(6, 6), (9, 6)], False),
-        (over_its_length, [(7, 2), (33, 2)], False),
-        (over_its_length, [(7, 3), (33, 3)], False),
-        (over_its_length, [(2, 2), (9, 2)], False),
-        (over_its_length, [(5, 3), (5, 2)], False),
-        (lambda m, t: m.places(m.ids[: t.shape[1]]), [(7, 2), (3, 6), (1, 4), (30, 3)], True),
-        (lambda m, t: m.places(torch.arange(t.shape[1])[None]), [(7, 2), (3, 6), (1, 4), (30, 3)], True),
+        (lambda m, t: m.position_embedding(m.ids)[: t.shape[1]], [(7, 6), (3, 6), (30, 6)], False),
+        (lambda m, t: m.position_embedding(m.ids)[: t.shape[1]], [(6, 6), (9, 6)], False),
+        (divide_by_length, [(7, 2), (33, 2)], False),
+        (divide_by_length, [(7, 3), (33, 3)], False),
+        (divide_by_length, [(2, 2), (9, 2)], False),
+        (divide_by_length, [(5, 3), (5, 2)], False),
+        (lambda m, t: m.position_embedding(m.ids[: t.shape[1]]), [(7, 2), (3, 6), (1, 4), (30, 3)], True),
+        (lambda m, t: m.position_embedding(torch.arange(t.shape[1])[None]), [(7, 2), (3, 6), (1, 4), (30, 3)], True),
     ],
-    ids=["cut", "cut, as many", "length", "length 3", "two of two", "another length", "ids", "row"],
+    ids=["slice", "slice, batch as long", "length", "length 3", "two of two", "changing length", "ids", "row"],
 )
-@pytest.mark.parametrize("zero", [False, True])
-def test_what_all_examples_share_is_confirmed_on_real_chunks(use, shapes, fast, zero):
+@pytest.mark.parametrize("zero_init", [False, True])
+def test_sharing_across_examples_is_confirmed_on_real_chunks(use, shapes, without_fallback, zero_init):
     torch.manual_seed(0)
-    model = Shared(use).double()
-    if zero:  # as many begin: nothing is to be seen in the outputs
-        nn.init.zeros_(model.places.weight)
+    model = SharedPositions(use).double()
+    if zero_init:  # a common initialization, with which the outputs show no difference
+        nn.init.zeros_(model.position_embedding.weight)
     engine = check_against_the_loop(model, [torch.randint(1, 11, shape) for shape in shapes])
-    assert engine.plan.fallback == (set() if fast else {"places.weight"})
+    assert engine.plan.fallback == (set() if without_fallback else {"position_embedding.weight"})
 
 
-def test_models_that_share_nothing_are_not_run_once_more():
+def test_models_without_sharing_run_once_per_chunk():
     model, x = make("mlp")
-    engine, runs = PerExample(model), []
+    engine = PerExample(model)
+    runs = []
     with preserve_model(model):
-        engine.update(x, lambda out: [torch.ones_like(out)], Elementwise(engine.parameters))
+        engine.update(x, lambda outputs: [torch.ones_like(outputs)], Elementwise(engine.parameters))
         model.register_forward_hook(lambda *_: runs.append(1))
         for part in (x, x[:4]):
-            engine.update(part, lambda out: [torch.ones_like(out)], Elementwise(engine.parameters))
+            engine.update(part, lambda outputs: [torch.ones_like(outputs)], Elementwise(engine.parameters))
     assert len(runs) == 2
 
 
-def test_mixing_is_seen_although_most_examples_are_alike():
+def test_mixing_is_detected_when_most_examples_are_equal():
     class Centre(nn.Module):
         def forward(self, x):
             return x - x.mean(0)
 
-    model, x = nn.Sequential(Centre(), nn.Linear(4, 2)), torch.randn(8, 4)
+    model = nn.Sequential(Centre(), nn.Linear(4, 2))
+    x = torch.randn(8, 4)
     x[:7] = x[0].clone()
     engine = PerExample(model)
     with preserve_model(model), pytest.raises(ValueError, match="depends on the other examples"):
-        engine.update(x, lambda out: [torch.ones_like(out)], Elementwise(engine.parameters))
+        engine.update(x, lambda outputs: [torch.ones_like(outputs)], Elementwise(engine.parameters))
 
 
-def test_another_head_is_probed_anew():
+def test_switching_the_active_head_triggers_a_new_probe():
     class Heads(nn.Module):
         head = 0
 
         def __init__(self):
             super().__init__()
-            self.body, self.heads = nn.Linear(4, 5), nn.ModuleList([nn.Linear(5, 2), nn.Linear(5, 2)])
+            self.body = nn.Linear(4, 5)
+            self.heads = nn.ModuleList([nn.Linear(5, 2), nn.Linear(5, 2)])
 
         def forward(self, x):
             return self.heads[self.head](self.body(x).relu())
 
-    model, x = Heads(), torch.randn(6, 4)
+    model = Heads()
+    x = torch.randn(6, 4)
     engine = PerExample(model)
     for head in (0, 1, 0):
         model.head = head
-        found = Elementwise(engine.parameters)
+        statistics = Elementwise(engine.parameters)
         with preserve_model(model):
-            engine.update(x, lambda out: [torch.ones_like(out)], found)
+            engine.update(x, lambda outputs: [torch.ones_like(outputs)], statistics)
         assert engine.plan.fallback == set()
-        right = mean_of(model, x, [torch.ones(6, 2)], torch.square)
-        for n, value in right.items():
-            torch.testing.assert_close(found.sums[n] / 6, value)
+        expected = mean_of(model, x, [torch.ones(6, 2)], torch.square)
+        for n, value in expected.items():
+            torch.testing.assert_close(statistics.sums[n] / 6, value)
 
 
-def test_sparse_embeddings_and_lengths_that_change():
+def test_sparse_embeddings_and_changing_lengths():
     class Bag(nn.Module):
         def __init__(self):
             super().__init__()
-            self.words, self.head = nn.Embedding(9, 4, sparse=True), nn.Linear(4, 3)
+            self.token_embedding = nn.Embedding(9, 4, sparse=True)
+            self.head = nn.Linear(4, 3)
 
         def forward(self, t):
-            return self.head(torch.tanh(self.words(t.flatten()).view(*t.shape, 4)).mean(1))
+            return self.head(torch.tanh(self.token_embedding(t.flatten()).view(*t.shape, 4)).mean(1))
 
     model = Bag().double()
     engine = PerExample(model)
-    found, parts = Elementwise(engine.parameters), [torch.randint(9, (5, n)) for n in (4, 7, 1)]
+    statistics = Elementwise(engine.parameters)
+    parts = [torch.randint(9, (5, n)) for n in (4, 7, 1)]
     with preserve_model(model):
         for t in parts:
-            engine.update(t, lambda out: [torch.ones_like(out)], found)
-    dense = nn.Embedding(9, 4, _weight=model.words.weight.detach()).double()
-    model.words = dense
-    right = dict.fromkeys(found.sums, 0)
+            engine.update(t, lambda outputs: [torch.ones_like(outputs)], statistics)
+    dense = nn.Embedding(9, 4, _weight=model.token_embedding.weight.detach()).double()
+    model.token_embedding = dense
+    expected = dict.fromkeys(statistics.sums, 0)
     for t in parts:
         for n, v in mean_of(model, t, [torch.ones(5, 3).double()], torch.square).items():
-            right[n] = right[n] + 5 * v
-    for n, value in right.items():
-        torch.testing.assert_close(found.sums[n], value)
+            expected[n] = expected[n] + 5 * v
+    for n, value in expected.items():
+        torch.testing.assert_close(statistics.sums[n], value)
 
 
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("size", [12, 16, 24])
-def test_convolutions_side_by_side(stride, size, double):
-    """Maps of middle size take several examples as the groups of one convolution."""
+def test_convolutions_of_several_examples_as_groups(stride, size, double):
+    """For feature maps of medium size, several examples are the groups of one convolution."""
     model = torch.nn.Sequential(
         torch.nn.Conv2d(3, 5, 3, stride, padding=1), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.LazyLinear(2)
     )
-    x, y = torch.randn(11, 3, size, size), torch.randint(2, (11,))
+    x = torch.randn(11, 3, size, size)
+    y = torch.randint(2, (11,))
     model(x)
-    found = fisher(model, (x, y), "true").values["0.weight"]
-    truth = torch.zeros_like(found)
+    statistics = fisher(model, (x, y), "true").values["0.weight"]
+    expected_sum = torch.zeros_like(statistics)
     for i in range(len(x)):
         loss = torch.nn.functional.cross_entropy(model(x[i : i + 1]), y[i : i + 1])
-        truth += torch.autograd.grad(loss, model[0].weight)[0].square()
-    torch.testing.assert_close(found, truth / len(x))
+        expected_sum += torch.autograd.grad(loss, model[0].weight)[0].square()
+    torch.testing.assert_close(statistics, expected_sum / len(x))
 
 
-def test_wrappers_inside_a_model(double):
-    part, head, x = nn.Sequential(nn.Linear(4, 4), nn.PReLU(4)), nn.Linear(4, 3), torch.randn(10, 4)
-    right = fisher(nn.Sequential(part, head), x).values
+def test_wrapped_submodules(double):
+    part = nn.Sequential(nn.Linear(4, 4), nn.PReLU(4))
+    head = nn.Linear(4, 3)
+    x = torch.randn(10, 4)
+    expected = fisher(nn.Sequential(part, head), x).values
     for wrapped in (torch.compile(part), checkpoint_wrapper(part)):
-        found = fisher(nn.Sequential(wrapped, head), x).values
-        assert set(found) == set(right)
-        for n, value in right.items():
-            torch.testing.assert_close(found[n], value)
+        statistics = fisher(nn.Sequential(wrapped, head), x).values
+        assert set(statistics) == set(expected)
+        for n, value in expected.items():
+            torch.testing.assert_close(statistics[n], value)
 
 
-@pytest.mark.parametrize("repeats", [torch.tensor([2, 2, 2, 1, 3, 2]), 2], ids=["by number", "all alike"])
-def test_rows_that_are_repeated(repeats, double):
-    """As often as a number says, which with the first examples is the same for all."""
+@pytest.mark.parametrize("repeats", [torch.tensor([2, 2, 2, 1, 3, 2]), 2], ids=["by row", "constant"])
+def test_repeated_rows(repeats, double):
+    """The first examples have the same number of repeats, so a probe cannot see that it depends on the data."""
 
     class Repeated(nn.Module):
         def __init__(self):
@@ -480,9 +511,11 @@ def test_rows_that_are_repeated(repeats, double):
             self.layer = nn.Linear(4, 3)
 
         def forward(self, x):
-            times = repeats if isinstance(repeats, int) else x[:, 0].long()
-            rows = torch.arange(len(x)).repeat_interleave(times)
-            return x.new_zeros(len(x), 3).index_add(0, rows, torch.tanh(self.layer(x.repeat_interleave(times, 0))))
+            row_repeats = repeats if isinstance(repeats, int) else x[:, 0].long()
+            row_indices = torch.arange(len(x)).repeat_interleave(row_repeats)
+            return x.new_zeros(len(x), 3).index_add(
+                0, row_indices, torch.tanh(self.layer(x.repeat_interleave(row_repeats, 0)))
+            )
 
     x = torch.randn(6, 4)
     x[:, 0] = torch.as_tensor(repeats)

@@ -7,7 +7,7 @@ from everlearn.curvature import Diagonal, fisher, histogram
 from tests.models import make
 
 
-def test_a_row_per_parameter_on_a_logarithmic_axis(tmp_path):
+def test_one_row_per_parameter_on_a_logarithmic_axis(tmp_path):
     model, x = make("mlp")
     figure = histogram(fisher(model, x))
     names = [axis.get_ylabel() for axis in figure.axes]
@@ -17,14 +17,14 @@ def test_a_row_per_parameter_on_a_logarithmic_axis(tmp_path):
     assert (tmp_path / "f.png").stat().st_size > 1000
 
 
-def test_counts_and_shares_are_right():
+def test_bar_counts_and_annotated_shares():
     values = torch.cat([torch.zeros(50), torch.full((49,), 1e-3), torch.tensor([1.0])])
     (axis,) = histogram(Diagonal({"w": values})).axes
     assert sum(bar.get_height() for bar in axis.patches) == 50
     assert axis.texts[0].get_text() == "top 1 %: 95 % of the sum\nzero: 50 %"
 
 
-def test_nothing_to_show_and_nothing_to_draw_with(monkeypatch):
+def test_zero_importances_and_missing_matplotlib_raise(monkeypatch):
     with pytest.raises(ValueError, match="All importances are zero"):
         histogram(Diagonal({"w": torch.zeros(3)}))
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)

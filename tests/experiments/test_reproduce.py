@@ -269,7 +269,7 @@ class Endless:
         time.sleep(600)
 
 
-def test_workers_end_with_their_command(tmp_path, orphans):
+def test_workers_end_with_their_command(tmp_path, check_workers_end):
     code = (
         "from pathlib import Path; from tests.experiments.test_reproduce import Endless, outcomes; "
         f"list(outcomes([Endless(Path({str(tmp_path)!r}))] * 3, workers=2, threads=1))"
@@ -279,7 +279,7 @@ def test_workers_end_with_their_command(tmp_path, orphans):
         os.chdir(Path(__file__).parents[2])
         os.execv(sys.executable, [sys.executable, "-c", code])
 
-    assert orphans(command)
+    assert check_workers_end(command)
 
 
 def test_a_worker_that_dies_costs_its_own_run_alone(tmp_path):

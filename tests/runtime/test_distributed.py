@@ -81,9 +81,9 @@ def learn(make, data, size, net=None, scenario="task", **settings):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_two_processes_learn_the_same_as_one_with_the_doubled_batch(name, two, data):
+def test_two_processes_learn_the_same_as_one_with_the_doubled_batch(name, run_two_processes, data):
     weights, accuracy, initial = learn(METHODS[name], data, 32)
-    results = two(lambda: learn(METHODS[name], data, 16))
+    results = run_two_processes(lambda: learn(METHODS[name], data, 16))
     for process_weights, process_accuracy, process_initial in results:
         for n in weights:
             torch.testing.assert_close(process_weights[n], weights[n], rtol=1e-6, atol=1e-6)
@@ -94,11 +94,11 @@ def test_two_processes_learn_the_same_as_one_with_the_doubled_batch(name, two, d
 @pytest.mark.parametrize(
     "name", ["ewc", "er", *(pytest.param(n, marks=pytest.mark.slow) for n in ("finetune", "er-ace", "der", "agem"))]
 )
-def test_the_last_batch_may_be_smaller(name, two, data):
+def test_the_last_batch_may_be_smaller(name, run_two_processes, data):
     (x, y), test = data
     uneven = (x[:-26], y[:-26]), test
     weights, *_ = learn(METHODS[name], uneven, 32)
-    for process_weights, *_ in two(lambda: learn(METHODS[name], uneven, 16)):
+    for process_weights, *_ in run_two_processes(lambda: learn(METHODS[name], uneven, 16)):
         for n in weights:
             torch.testing.assert_close(process_weights[n], weights[n], rtol=1e-6, atol=1e-6)
 
@@ -106,37 +106,37 @@ def test_the_last_batch_may_be_smaller(name, two, data):
 @pytest.mark.parametrize(
     "settings", [{"accumulate": 2, "clip": 0.1}, {"keep_optimizer": True, "scenario": "class"}], ids=str
 )
-def test_other_training_settings(settings, two, data):
+def test_other_training_settings(settings, run_two_processes, data):
     weights, *_ = learn(lambda: EWC(50.0), data, 32, **settings)
-    for process_weights, *_ in two(lambda: learn(lambda: EWC(50.0), data, 16, **settings)):
+    for process_weights, *_ in run_two_processes(lambda: learn(lambda: EWC(50.0), data, 16, **settings)):
         for n in weights:
             torch.testing.assert_close(process_weights[n], weights[n], rtol=1e-6, atol=1e-6)
 
 
-def test_both_processes_have_identical_weights_with_batchnorm_and_separate_draws(two, data):
+def test_both_processes_have_identical_weights_with_batchnorm_and_separate_draws(run_two_processes, data):
     def net(inputs, outputs):
         return nets.cnn(inputs, outputs, channels=(4, 8))
 
-    (first, *_), (second, *_) = two(lambda: learn(lambda: ER(50) + EWC(10.0), data, 16, net))
+    (first, *_), (second, *_) = run_two_processes(lambda: learn(lambda: ER(50) + EWC(10.0), data, 16, net))
     assert all(torch.equal(first[n], second[n]) for n in first)
 
 
 @pytest.mark.parametrize("make", [lambda: ExpandNet(threshold=1.0), lambda: ExpandableRepresentation(40)])
-def test_networks_grow_equally_in_both_processes(make, two, data):
-    (first, *_), (second, *_) = two(lambda: learn(make, data, 16, scenario="class"))
+def test_networks_grow_equally_in_both_processes(make, run_two_processes, data):
+    (first, *_), (second, *_) = run_two_processes(lambda: learn(make, data, 16, scenario="class"))
     assert all(torch.equal(first[n], second[n]) for n in first)
 
 
-def test_a_finished_run_is_loaded_by_all_processes(two, data, tmp_path):
+def test_a_finished_run_is_loaded_by_all_processes(run_two_processes, data, tmp_path):
     def twice():
         return [learn(lambda: ER(50), data, 16, out=tmp_path / "out")[1] for _ in range(2)]
 
-    for first, second in two(twice):
+    for first, second in run_two_processes(twice):
         assert np.array_equal(first, second)
     assert len(list((tmp_path / "out").iterdir())) == 1
 
 
-def test_reference_gradients_use_the_labels_of_all_processes(two, double):
+def test_reference_gradients_use_the_labels_of_all_processes(run_two_processes, double):
     """One process may have many ignored labels, or only ignored labels."""
     x, y = torch.randn(8, 3), torch.arange(8) % 2
     model = torch.nn.Linear(3, 2)
@@ -149,11 +149,11 @@ def test_reference_gradients_use_the_labels_of_all_processes(two, double):
             part = slice(start, 8 if distributed.world_size() == 1 else start + 4)
             return reference_gradient(model, list(model.parameters()), Batch(x[part], labels[part]))
 
-        for gradient in two(reference):
+        for gradient in run_two_processes(reference):
             torch.testing.assert_close(gradient, reference())
 
 
-def test_a_process_without_labels_is_ignored_even_if_its_loss_is_nan(two):
+def test_a_process_without_labels_is_ignored_even_if_its_loss_is_nan(run_two_processes):
     def averaged():
         p = torch.nn.Parameter(torch.zeros(2))
         has_labels = distributed.rank() == 0
@@ -161,11 +161,11 @@ def test_a_process_without_labels_is_ignored_even_if_its_loss_is_nan(two):
         loss = distributed.average_gradients([p], 5.0 if has_labels else 0.0, 2.0 if has_labels else torch.nan)
         return p.grad, loss, distributed.average_gradients([p], 0.0, torch.nan)
 
-    for gradient, loss, loss_without_labels in two(averaged):
+    for gradient, loss, loss_without_labels in run_two_processes(averaged):
         assert gradient.tolist() == [3, 3] and loss == 2 and np.isnan(loss_without_labels)
 
 
-def test_memory_capacity_is_divided_among_processes(two, data):
+def test_memory_capacity_is_divided_among_processes(run_two_processes, data):
     method = ER(61)  # created before the processes start
 
     def memory():
@@ -174,14 +174,14 @@ def test_memory_capacity_is_divided_among_processes(two, data):
             everlearn.train(nets.mlp(stream.inputs, stream.outputs), method, task, batch_size=16)
         return method.memory["x"].clone()
 
-    first, second = two(memory)
+    first, second = run_two_processes(memory)
     assert len(first) == len(second) == 31
     assert not any((row == second).flatten(1).all(1).any() for row in first)
 
 
 @pytest.mark.parametrize("structure", ["diagonal", "kronecker", "full"])
 @pytest.mark.parametrize("labels", ["exact", "true"])
-def test_the_fisher_information_uses_the_examples_of_all_processes(structure, labels, two, data):
+def test_the_fisher_information_uses_the_examples_of_all_processes(structure, labels, run_two_processes, data):
     torch.manual_seed(0)
     model = nets.mlp((1, 8, 8), 10, hidden=(5,))
     x = data[0][0][:51]
@@ -190,12 +190,12 @@ def test_the_fisher_information_uses_the_examples_of_all_processes(structure, la
     def diagonal():
         return curvature.fisher(model, (x, y), labels, structure).diagonal()
 
-    for process_diagonal in two(diagonal):
+    for process_diagonal in run_two_processes(diagonal):
         for n, v in diagonal().items():
             torch.testing.assert_close(process_diagonal[n], v)
 
 
-def test_a_grown_head_is_trained(two, data):
+def test_a_grown_head_is_trained(run_two_processes, data):
     """A DistributedDataParallel wrapper created before the task would ignore the new weights."""
 
     def grown():
@@ -207,12 +207,12 @@ def test_a_grown_head_is_trained(two, data):
             everlearn.train(model, Method(), (data[0][0][task_rows], data[0][1][task_rows]), batch_size=16)
         return [p.detach().clone() for p in model.parameters()]
 
-    first, second = two(grown)
+    first, second = run_two_processes(grown)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 @pytest.mark.parametrize("name", ["ewc", "lwf", "er", "agem"])
-def test_attachment_with_distributed_data_parallel(name, two, data):
+def test_attachment_with_distributed_data_parallel(name, run_two_processes, data):
     """DistributedDataParallel averages the loop's gradients; the method's gradients are averaged too."""
 
     def attached(size):
@@ -237,7 +237,7 @@ def test_attachment_with_distributed_data_parallel(name, two, data):
         return {n: v.clone() for n, v in model.state_dict().items()}
 
     weights = attached(16)
-    for process_weights in two(lambda: attached(16)):
+    for process_weights in run_two_processes(lambda: attached(16)):
         for n in weights:
             torch.testing.assert_close(process_weights[n], weights[n], rtol=1e-6, atol=1e-6)
 
@@ -251,7 +251,7 @@ class Threefold(Method):
 
 
 @pytest.mark.parametrize("way", ["unequal shares", "a sum", "clipped", "scaled"])
-def test_attached_losses_are_averaged_over_processes(way, two, data):
+def test_attached_losses_are_averaged_over_processes(way, run_two_processes, data):
     def gradients(is_attached):
         torch.manual_seed(0)
         model = nets.mlp((1, 8, 8), 10, hidden=(10,))
@@ -276,13 +276,13 @@ def test_attached_losses_are_averaged_over_processes(way, two, data):
                 scaler.step(optimizer)
         return [p.grad.clone() for p in model.parameters()]
 
-    for loop_gradients, method_gradients in two(lambda: (gradients(False), gradients(True))):
+    for loop_gradients, method_gradients in run_two_processes(lambda: (gradients(False), gradients(True))):
         for a, b in zip(loop_gradients, method_gradients, strict=True):
             factor = 1 if way == "clipped" else 3  # three times the loss is clipped to the same norm
             torch.testing.assert_close(b, factor * a, rtol=1e-4, atol=1e-6)
 
 
-def test_processes_may_start_from_different_weights(two, data):
+def test_processes_may_start_from_different_weights(run_two_processes, data):
     def learned():
         torch.manual_seed(dist.get_rank())
         model = nets.mlp((1, 8, 8), 10, hidden=(10,))
@@ -291,11 +291,11 @@ def test_processes_may_start_from_different_weights(two, data):
             everlearn.train(model, method, task, batch_size=16)
         return [p.detach().clone() for p in model.parameters()]
 
-    first, second = two(learned)
+    first, second = run_two_processes(learned)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_a_loader_with_a_distributed_sampler_is_not_split_again(two, data):
+def test_a_loader_with_a_distributed_sampler_is_not_split_again(run_two_processes, data):
     x, y = data[0]
     observed_sums = []
 
@@ -311,12 +311,12 @@ def test_a_loader_with_a_distributed_sampler_is_not_split_again(two, data):
         num_examples = sum(len(b) for b in everlearn.Task(loader).examples(16, shared=True))
         return observed_sums, num_examples
 
-    (first_sums, first_count), (second_sums, second_count) = two(rows)
+    (first_sums, first_count), (second_sums, second_count) = run_two_processes(rows)
     assert sorted(first_sums + second_sums) == pytest.approx(sorted(x.flatten(1).sum(1).tolist()))
     assert first_count == second_count == 160
 
 
-def test_a_checkpoint_that_one_process_cannot_write_is_discarded(two, data, tmp_path):
+def test_a_checkpoint_that_one_process_cannot_write_is_discarded(run_two_processes, data, tmp_path):
     write = everlearn.runtime.files.write
 
     def full(path, *content, **settings):
@@ -332,19 +332,19 @@ def test_a_checkpoint_that_one_process_cannot_write_is_discarded(two, data, tmp_
         return weights, len(caught)
 
     expected = learn(EWC, data, 32)[0]
-    (weights, first_warnings), (_, second_warnings) = two(learned)
+    (weights, first_warnings), (_, second_warnings) = run_two_processes(learned)
     assert (first_warnings, second_warnings) == (0, 2)
     for n in expected:
         torch.testing.assert_close(weights[n], expected[n], rtol=1e-6, atol=1e-6)
 
 
-def test_processes_resume_together_after_a_kill(two, data, tmp_path):
+def test_processes_resume_together_after_a_kill(run_two_processes, data, tmp_path):
     early = ER(50)  # created before the processes start
 
     def net(inputs, outputs):
         return nets.cnn(inputs, outputs, channels=(4, 8))
 
-    uninterrupted = two(lambda: learn(lambda: ER(50), data, 16, net))
+    uninterrupted = run_two_processes(lambda: learn(lambda: ER(50), data, 16, net))
     step = TaskTraining._train_step
     steps_taken = [0]
 
@@ -359,10 +359,10 @@ def test_processes_resume_together_after_a_kill(two, data, tmp_path):
         return learn(lambda: early, data, 16, net, out=tmp_path / "out", checkpoint=CheckpointEvery(5, None))
 
     with pytest.raises(AssertionError):
-        two(lambda: train(True))
+        run_two_processes(lambda: train(True))
     (tmp_path / "meet").unlink(missing_ok=True)
     assert len(list(tmp_path.rglob("*.checkpoint"))) >= 4
-    resumed = two(lambda: train(False))
+    resumed = run_two_processes(lambda: train(False))
     for (weights, accuracy, _), (resumed_weights, resumed_accuracy, _) in zip(uninterrupted, resumed, strict=True):
         assert all(torch.equal(weights[n], resumed_weights[n]) for n in weights)
         assert np.array_equal(accuracy, resumed_accuracy)

@@ -191,7 +191,7 @@ def test_being_sent_on_to_plain_http_needs_a_checksum_too(server, file, tmp_path
 
 
 @pytest.fixture
-def files(server, unverified, tmp_path, monkeypatch):
+def files(server, without_checksums, tmp_path, monkeypatch):
     """A small MNIST in ``tmp_path`` and on the server, with checksums."""
     layouts.write_mnist(tmp_path / "mnist")
     row = SOURCES["mnist"]
@@ -245,7 +245,7 @@ def test_load_leaves_alone_what_is_another_set_of_the_same_names(server, files, 
     assert all(path.read_bytes() == content for path, content in before.items()) and (other / "mnist").is_dir()
 
 
-@pytest.mark.usefixtures("unverified")
+@pytest.mark.usefixtures("without_checksums")
 def test_load_downloads_and_unpacks_an_archive(server, tmp_path, monkeypatch):
     layouts.write_cifar100(tmp_path / "cifar-100-binary")
     truth = load("cifar100", tmp_path)

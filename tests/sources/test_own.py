@@ -48,7 +48,7 @@ class TestImageFolder:
         assert image_folder(tmp_path, size=8, grey=True, test=0.4)[1][0].shape == (4, 1, 8, 8)
 
     def test_pixels_stay_where_the_size_is_right(self, tmp_path):
-        write_images(tmp_path, ["a"], each=5, size=(8, 8), seed=7)
+        write_images(tmp_path, ["a"], images_per_class=5, size=(8, 8), seed=7)
         x = image_folder(tmp_path, size=8)[0][0]
         first = np.random.default_rng(7).integers(0, 256, (8, 8, 3), np.uint8)
         assert torch.equal((x[0] * 255).round().byte(), torch.from_numpy(first).permute(2, 0, 1))
@@ -56,7 +56,7 @@ class TestImageFolder:
     @pytest.mark.parametrize("other", ["test", "val"])
     def test_folders_for_training_and_tests(self, other, tmp_path):
         write_images(tmp_path / "train", ["a", "b", "c"])
-        write_images(tmp_path / other, ["a", "c"], each=2)
+        write_images(tmp_path / other, ["a", "c"], images_per_class=2)
         (_, y), (_, y_test) = image_folder(tmp_path, size=8)
         assert y.bincount().tolist() == [5, 5, 5] and y_test.tolist() == [0, 0, 2, 2]
         write_images(tmp_path / other, ["d"])

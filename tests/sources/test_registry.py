@@ -12,7 +12,7 @@ from everlearn.sources import SOURCES, load
 from everlearn.sources.gas_drift import BATCH_SIZES
 from tests import layouts
 
-pytestmark = pytest.mark.usefixtures("unverified")
+pytestmark = pytest.mark.usefixtures("without_checksums")
 
 
 def counts(y):
@@ -216,7 +216,7 @@ class TestTheRealFiles:
     """Facts published with the sets, or counted by others (each SOURCE.md says by whom)."""
 
     @pytest.fixture(autouse=True)
-    def _verified(self, unverified, monkeypatch):
+    def _verified(self, without_checksums, monkeypatch):
         monkeypatch.undo()  # with checksums again
         assert SOURCES["mnist"].layouts[0].files[0].md5
 

@@ -16,7 +16,7 @@ NAMES = [name for name in STREAMS if not name.endswith("-digits") and name != "d
 
 
 @pytest.fixture
-def root(tmp_path, unverified):
+def root(tmp_path, without_checksums):
     """A folder with small copies of all sets but CORe50."""
     layouts.write_mnist(tmp_path / "mnist")
     layouts.write_mnist(tmp_path / "fashion_mnist", seed=1)
@@ -34,7 +34,9 @@ def root(tmp_path, unverified):
 @pytest.fixture
 def core50(tmp_path):
     for s in range(1, 12):
-        layouts.write_images(tmp_path / "core50_128x128" / f"s{s}", [f"o{o}" for o in range(1, 51)], each=1, seed=s)
+        layouts.write_images(
+            tmp_path / "core50_128x128" / f"s{s}", [f"o{o}" for o in range(1, 51)], images_per_class=1, seed=s
+        )
     return tmp_path
 
 

@@ -477,13 +477,13 @@ def test_side_by_side_a_trial_that_dies_again_and_again_is_left_for_later(tmp_pa
     assert not [*out.rglob("*.checkpoint*")]
 
 
-def test_trials_side_by_side_end_with_their_command(tmp_path, monkeypatch, orphans):
+def test_trials_side_by_side_end_with_their_command(tmp_path, monkeypatch, check_workers_end):
     def endless(self, values, on_rows):
         (tmp_path / f"pid {os.getpid()}").touch()
         time.sleep(600)
 
     monkeypatch.setattr(SharedStart, "train_trial", endless)
-    assert orphans(lambda: tune(net, EWC(), digits(), trials=4, training=TRAINING, out=tmp_path / "study", workers=2))
+    assert check_workers_end(lambda: tune(net, EWC(), digits(), trials=4, training=TRAINING, out=tmp_path / "study", workers=2))
     assert (tmp_path / "study" / "study.lock").exists()
     monkeypatch.undo()
     assert len(tune(net, EWC(), digits(), trials=2, training=TRAINING, out=tmp_path / "study").trials) >= 2
@@ -735,12 +735,12 @@ def test_a_study_that_is_damaged_meanwhile_is_told(tmp_path):
         tune(net, EWC(), digits(), trials=2, training=TRAINING, out=tmp_path, on_trial=told)
 
 
-def test_under_torchrun_it_is_told_what_else_there_is(tmp_path, two):
+def test_under_torchrun_it_is_told_what_else_there_is(tmp_path, run_two_processes):
     def refused():
         with pytest.raises(ValueError, match=r"2 processes of torchrun: .*--workers.*--cluster"):
             tune(net, EWC(), digits(), trials=1, training=TRAINING, out=tmp_path / "study")
 
-    two(refused)
+    run_two_processes(refused)
     assert not (tmp_path / "study").exists()
 
 

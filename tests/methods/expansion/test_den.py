@@ -521,10 +521,10 @@ def test_l1_makes_the_first_task_sparse(small_stream):
 
 
 @pytest.mark.parametrize("net", ["mlp", "cnn", "resnet", "transformer"])
-def test_an_export_has_the_outputs_of_the_method(net, exported, small_stream):
+def test_an_export_has_the_outputs_of_the_method(net, check_export, small_stream):
     stream = small_stream()
     model, method = learned(stream, net=net, threshold=0.0, epochs=1)
-    exported(model, method, stream, tolerance=1e-5)
+    check_export(model, method, stream, tolerance=1e-5)
 
 
 @pytest.mark.parametrize("when", ["between tasks", "inside a task"])

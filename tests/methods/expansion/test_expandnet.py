@@ -64,17 +64,17 @@ def record_calls(monkeypatch, record):
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("net", ["mlp", "cnn", "resnet", "transformer"])
-def test_nothing_is_forgotten_bit_for_bit(net, optimizer, isolated, small_stream):
-    isolated(lambda: ExpandNet(**GROW, sparsity=1.5), net, OPTIMIZERS[optimizer], small_stream())
+def test_nothing_is_forgotten_bit_for_bit(net, optimizer, check_isolation, small_stream):
+    check_isolation(lambda: ExpandNet(**GROW, sparsity=1.5), net, OPTIMIZERS[optimizer], small_stream())
 
 
 @pytest.mark.parametrize("net", ["mlp", "cnn", "resnet", "transformer"])
-def test_an_export_is_a_plain_wider_module(net, exported, small_stream):
+def test_an_export_is_a_plain_wider_module(net, check_export, small_stream):
     from tests.conftest import SMALL_NETS
 
     stream = small_stream()
     model, method = learn(stream, net=SMALL_NETS[net], epochs=1)
-    exported(model, method, stream, tolerance=1e-5)
+    check_export(model, method, stream, tolerance=1e-5)
     widths = {link.producer: link.width for link in links(method.export(model, 2))}
     for link in links(model):
         num_added = sum(block[link.producer]["weight"].shape[0] for block in method.blocks)

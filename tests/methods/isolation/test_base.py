@@ -118,15 +118,15 @@ class Moving(nn.Module):
 @pytest.mark.parametrize("net", [LeNet, Tied, Borrowed, Recurrent, Moving], ids=lambda n: n.__name__)
 @KINDS
 @pytest.mark.parametrize("rest", ["frozen", "own"])
-def test_earlier_tasks_never_change_on_unusual_models(kind, rest, net, small_stream, isolated):
-    isolated(lambda: kind(rest=rest), net, adamw, small_stream())
+def test_earlier_tasks_never_change_on_unusual_models(kind, rest, net, small_stream, check_isolation):
+    check_isolation(lambda: kind(rest=rest), net, adamw, small_stream())
 
 
 @KINDS
 @pytest.mark.parametrize("name", ["momentum", "adam"])
-def test_earlier_tasks_never_change_with_an_optimizer_kept_across_tasks(kind, name, small_stream, isolated):
+def test_earlier_tasks_never_change_with_an_optimizer_kept_across_tasks(kind, name, small_stream, check_isolation):
     make = {"momentum": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9), "adam": lambda p: torch.optim.Adam(p, 1e-2)}
-    isolated(kind, "cnn", make[name], small_stream(), live=True)
+    check_isolation(kind, "cnn", make[name], small_stream(), reuse_optimizer=True)
 
 
 @KINDS

@@ -43,18 +43,18 @@ def begin_small_task(tasks=1, **options):
 @pytest.mark.parametrize("rest", ["frozen", "own"])
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 @pytest.mark.parametrize("net", ["mlp", "cnn", "resnet", "transformer"])
-def test_earlier_tasks_never_change(net, optimizer, rest, small_stream, isolated):
-    isolated(lambda: HAT(rest=rest), net, OPTIMIZERS[optimizer], small_stream("task"))
+def test_earlier_tasks_never_change(net, optimizer, rest, small_stream, check_isolation):
+    check_isolation(lambda: HAT(rest=rest), net, OPTIMIZERS[optimizer], small_stream("task"))
 
 
 @pytest.mark.parametrize("scenario", ["domain", "class"])
-def test_earlier_tasks_never_change_with_shared_outputs(scenario, small_stream, isolated):
-    isolated(HAT, "cnn", OPTIMIZERS["adamw"], small_stream(scenario))
+def test_earlier_tasks_never_change_with_shared_outputs(scenario, small_stream, check_isolation):
+    check_isolation(HAT, "cnn", OPTIMIZERS["adamw"], small_stream(scenario))
 
 
 @pytest.mark.parametrize("smax", [10.0, 25.0, 400.0])
-def test_earlier_tasks_never_change_at_any_slope(smax, small_stream, isolated):
-    isolated(lambda: HAT(smax=smax), "mlp", OPTIMIZERS["momentum"], small_stream())
+def test_earlier_tasks_never_change_at_any_slope(smax, small_stream, check_isolation):
+    check_isolation(lambda: HAT(smax=smax), "mlp", OPTIMIZERS["momentum"], small_stream())
 
 
 def test_soft_gates_drift_if_smax_is_small(small_stream):
@@ -209,22 +209,22 @@ def test_a_larger_strength_uses_fewer_units(small_stream):
 
 
 @pytest.mark.parametrize("net", ["mlp", "cnn", "resnet", "transformer"])
-def test_export_removes_unused_units(net, small_stream, exported):
+def test_export_removes_unused_units(net, small_stream, check_export):
     from tests.conftest import SMALL_NETS
 
     stream = small_stream()
     model, method = learned(stream, 3, SMALL_NETS[net](stream))
-    exported(model, method, stream, tolerance=1e-4)
+    check_export(model, method, stream, tolerance=1e-4)
     num_parameters = sum(p.numel() for p in model.parameters())
     assert sum(p.numel() for p in method.export(model, 0).parameters()) < 0.8 * num_parameters
     everlearn.train(model, method, Task(stream[2].train, id=7), batch_size=32)  # the gates are still registered
 
 
-def test_export_of_soft_gates_and_of_a_layer_without_used_units(small_stream, exported):
+def test_export_of_soft_gates_and_of_a_layer_without_used_units(small_stream, check_export):
     stream = small_stream()
     model, method = learned(stream, 3, soft=True, smax=5.0)
     method.masks[1]["1"].zero_()
-    exported(model, method, stream, tolerance=1e-4)
+    check_export(model, method, stream, tolerance=1e-4)
     assert method.export(model, 1)[1].out_features == 1
 
 
@@ -338,13 +338,13 @@ def test_missing_steps_raise_before_any_change():
         HAT().begin_task(model, iter([(torch.randn(8, 3), torch.arange(8) % 2)]))
 
 
-def test_export_with_a_fixed_number_of_inputs_zeroes_units(small_stream, exported):
+def test_export_with_a_fixed_number_of_inputs_zeroes_units(small_stream, check_export):
     from tests.methods.isolation.test_base import LeNet
 
     stream = small_stream()
     model, method = learned(stream, 3, LeNet(stream))
     assert any((m["a"] == 0).any() for m in method.masks)
-    exported(model, method, stream, tolerance=1e-4)
+    check_export(model, method, stream, tolerance=1e-4)
     assert method.export(model, 0).a.out_channels == 4 and method.export(model, 0).b.out_features < 12
 
 

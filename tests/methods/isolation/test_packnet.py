@@ -76,13 +76,13 @@ def test_weights_of_equal_magnitude_are_pruned_together(ties):
 @pytest.mark.parametrize("rest", ["frozen", "own"])
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 @pytest.mark.parametrize("net", ["mlp", "cnn", "resnet", "transformer"])
-def test_earlier_tasks_never_change(net, optimizer, rest, small_stream, isolated):
-    isolated(lambda: PackNet(rest=rest), net, OPTIMIZERS[optimizer], small_stream("task"))
+def test_earlier_tasks_never_change(net, optimizer, rest, small_stream, check_isolation):
+    check_isolation(lambda: PackNet(rest=rest), net, OPTIMIZERS[optimizer], small_stream("task"))
 
 
 @pytest.mark.parametrize("scenario", ["domain", "class"])
-def test_earlier_tasks_never_change_with_shared_outputs(scenario, small_stream, isolated):
-    isolated(PackNet, "cnn", OPTIMIZERS["adamw"], small_stream(scenario))
+def test_earlier_tasks_never_change_with_shared_outputs(scenario, small_stream, check_isolation):
+    check_isolation(PackNet, "cnn", OPTIMIZERS["adamw"], small_stream(scenario))
 
 
 def test_biases_and_norms_stay_after_the_first_task(small_stream):
@@ -171,9 +171,9 @@ def test_mixed_and_unknown_tasks(small_stream):
         strict.predict(model, x)
 
 
-def test_export_is_a_plain_module_with_the_same_outputs(small_stream, exported):
+def test_export_is_a_plain_module_with_the_same_outputs(small_stream, check_export):
     model, method, stream = learned(3, small_stream=small_stream)
-    exported(model, method, stream)
+    check_export(model, method, stream)
 
 
 def test_state_survives_saving(small_stream):

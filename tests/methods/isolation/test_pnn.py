@@ -56,13 +56,13 @@ def reload(model, method, new_model, **options):
 
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 @pytest.mark.parametrize("net", ["mlp", "cnn", "resnet", "transformer"])
-def test_earlier_tasks_never_change(net, optimizer, small_stream, isolated):
-    isolated(PNN, net, OPTIMIZERS[optimizer], small_stream("task"))
+def test_earlier_tasks_never_change(net, optimizer, small_stream, check_isolation):
+    check_isolation(PNN, net, OPTIMIZERS[optimizer], small_stream("task"))
 
 
 @pytest.mark.parametrize("scenario", ["domain", "class"])
-def test_earlier_tasks_never_change_with_shared_outputs_and_linear_laterals(scenario, small_stream, isolated):
-    isolated(lambda: PNN(laterals="linear"), "cnn", OPTIMIZERS["adamw"], small_stream(scenario))
+def test_earlier_tasks_never_change_with_shared_outputs_and_linear_laterals(scenario, small_stream, check_isolation):
+    check_isolation(lambda: PNN(laterals="linear"), "cnn", OPTIMIZERS["adamw"], small_stream(scenario))
 
 
 def test_the_first_column_is_the_plain_model(learned, small_stream):
@@ -226,9 +226,9 @@ def test_a_factory_creates_columns(small_stream):
 
 
 @pytest.mark.parametrize(("net", "laterals"), [*((net, "adapter") for net in NETS), ("cnn", "linear")])
-def test_export_is_an_independent_module_with_the_same_outputs(net, laterals, learned, exported):
+def test_export_is_an_independent_module_with_the_same_outputs(net, laterals, learned, check_export):
     model, method, stream = learned(3, net, laterals=laterals)
-    exported(model, method, stream)
+    check_export(model, method, stream)
     alone = method.export(model, 1)
     assert sum(p.numel() for p in alone.parameters()) == sum(n for k, n in method.growth().items() if k[-1] != "2")
     file = io.BytesIO()
@@ -436,8 +436,8 @@ def test_errors(small_stream, learned):
         method.end_task(model, stream[1])
 
 
-def test_without_laterals_they_are_separate_networks(small_stream, isolated):
-    isolated(lambda: PNN(laterals="none"), "cnn", torch.optim.Adam, small_stream())
+def test_without_laterals_they_are_separate_networks(small_stream, check_isolation):
+    check_isolation(lambda: PNN(laterals="none"), "cnn", torch.optim.Adam, small_stream())
     stream = small_stream()
     model = nets.mlp(stream.inputs, stream.outputs, hidden=(8,))
     method = PNN(laterals="none")

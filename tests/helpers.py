@@ -1,0 +1,16 @@
+"""Functions that several test files need."""
+
+import torch
+
+import everlearn
+
+
+def train_tasks(model, method, tasks, **settings):
+    """Train on the tasks in order."""
+    for task in tasks:
+        everlearn.train(model, method, task, **settings)
+
+
+def state_vector(model):
+    """Concatenate all parameters and buffers as float64, which represents every float32 and small integer exactly."""
+    return torch.cat([value.detach().flatten().double() for value in model.state_dict().values()])
