@@ -106,6 +106,14 @@ class Chain(Method):
         """Call the hook of the only method that overrides it."""
         return self._owner["predict"].predict(model, x, task)
 
+    def describe(self, model: nn.Module, batch: Batch | None = None) -> dict[str, str]:
+        """Facts of all methods; if two have the same topic, both sentences."""
+        facts: dict[str, str] = {}
+        for m in self.methods:
+            for topic, sentence in m.describe(model, batch).items():
+                facts[topic] = f"{facts[topic]}; {sentence}" if topic in facts else sentence
+        return facts
+
     def detach(self, model: nn.Module) -> None:
         """Detach each method, in reverse order."""
         for m in reversed(self.methods):

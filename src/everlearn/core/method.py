@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from everlearn.core.attachment import Attachment
 from everlearn.core.batch import Batch
+from everlearn.core.check import Report, check_method
 from everlearn.core.data_source import unlisted
 from everlearn.core.forward import check_next_tokens, forward
 from everlearn.core.hyperparameters import check_field
@@ -166,6 +167,28 @@ class Method:
         Call ``begin_task`` before the optimizer is created, and ``end_task`` after the loop.
         """
         return Attachment(self, model, optimizer, likelihood)
+
+    def check(self, model: nn.Module, optimizer: Optimizer | None = None, batch: Batch | None = None) -> Report:
+        """Report what the method will do with a model, and known misuse, without a training step.
+
+        >>> print(Method().check(nn.Linear(2, 3)))
+        finetune
+        parameters          9 trainable, 0 frozen
+        running statistics  none
+        hooks               none
+        state               about 0.0 KB after 1, 0.0 KB after 10 tasks, without examples
+        problems            none found
+
+        Args:
+            model: the model, after ``begin_task``.
+            optimizer: the optimizer, to find out whether it has all parameters.
+            batch: some examples, to find out whether the outputs fit them.
+        """
+        return check_method(self, model, optimizer, batch)
+
+    def describe(self, model: nn.Module, batch: Batch | None = None) -> dict[str, str]:
+        """Facts for ``check``, by topic, such as which parameters the method protects. [merged]"""
+        return {}
 
     def changes(self, hook: str) -> bool:
         """Whether the class overrides the hook of this name."""

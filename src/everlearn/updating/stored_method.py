@@ -106,7 +106,7 @@ def _load_state(method: Method, content: bytes, device: torch.device) -> None:
 
     # A memory that the first update has balanced must be balanced before its state is loaded.
     for m, method_state in zip(methods_of(method), states, strict=True):
-        if method_state.get("memory", {}).get("by") == list(BALANCED_BY):
+        if method_state.get("memory", {}).get("group_by") == list(BALANCED_BY):
             balance_memory(m)
     method.load_state_dict(state)
 

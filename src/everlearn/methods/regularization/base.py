@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from everlearn.core.batch import Batch
+from everlearn.core.check import describe_parameters, list_names
 from everlearn.core.method import Method
 from everlearn.core.parameters import (
     Params,
@@ -85,6 +86,27 @@ class QuadraticPenalty(Method):
         self._check_statistics(model)
         quadratic = self._effective_quadratic()
         return self._note_loss(quadratic(model))
+
+    def describe(self, model: nn.Module, batch: Batch | None = None) -> dict[str, str]:
+        """Return which parameters are penalized, now or at the end of the task."""
+        parameters = all_parameters(model)
+        trainable = trainable_parameters(model)
+        weights = matching(parameters, self.only)
+        selected = [n for n in trainable if n in weights]
+        skipped = [n for n in trainable if n not in weights]
+        facts = {"penalized": describe_parameters(selected, parameters)}
+        if skipped:
+            facts["not penalized"] = describe_parameters(skipped, parameters)
+        if self.frozen:
+            facts["without importance"] = f"{list_names(list(self.frozen))}: frozen when the last task ended"
+
+        is_protected = any(n in self.quadratic.anchor for n in trainable)
+        if not selected or (self.quadratic.anchor and not is_protected):
+            raise ValueError(
+                f"{type(self).__name__} has nothing to protect: none of the trainable parameters is selected by "
+                f"only={self.only!r}, or was trained in an earlier task."
+            )
+        return facts
 
     def diagnostics(self) -> dict[str, float]:
         """Return quantiles of the importances times their strength, of about a million of them at most."""

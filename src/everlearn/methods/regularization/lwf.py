@@ -160,6 +160,12 @@ class LwF(Method):
             return output_kl(likelihood, t / self.temperature, z / self.temperature)
         return output_kl(likelihood, t, z)
 
+    def describe(self, model: nn.Module, batch: Batch | None = None) -> dict[str, str]:
+        """Return what the teacher costs."""
+        if not self.latest:
+            return {"teacher": "none yet: the model at the end of this task will be the next one's teacher"}
+        return {"teacher": f"of {len(self.latest['ids'])} tasks; one more forward pass per step, without gradients"}
+
     def before_step(self, model: nn.Module) -> None:
         """Keep only the gradients of new outputs during the warm-up."""
         self._warmup.before_step()

@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map
 
 from everlearn.core.batch import Batch, Transform, concatenate_inputs
+from everlearn.core.check import format_bytes
 from everlearn.core.forward import forward
 from everlearn.core.hyperparameters import Range
 from everlearn.core.method import Method
@@ -85,6 +86,15 @@ class Replay(Method):
         """Check once whether running statistics follow a later task."""
         if self.tasks:
             self._check_statistics(model)
+
+    def describe(self, model: nn.Module, batch: Batch | None = None) -> dict[str, str]:
+        """Return the size of the memory."""
+        facts = {"memory": f"{len(self.memory):,} of {self.capacity:,} examples, policy {self.policy}"}
+        if batch is not None and len(batch):
+            tensors = [v for v in tree_leaves(self.row_fields(batch, batch.labels())) if isinstance(v, Tensor)]
+            example_bytes = sum(v.numel() * v.element_size() for v in tensors) / len(batch)
+            facts["memory"] += f", up to {format_bytes(example_bytes * self.capacity)}"
+        return facts
 
     def end_task(self, model: nn.Module, task: Any) -> None:
         """Count the task; raise or warn if the training loop did not call the hooks."""
