@@ -94,13 +94,13 @@ def test_a_model_that_cannot_be_traced_is_told_to_name_groups():
 
     with pytest.raises(ValueError, match=r'cannot be traced .*groups=\{"conv1": "conv2"\}'):
         links(Branching())
-    assert links(Branching(), {"b": "c"}) == [Link("b", "c", (), 4)]
+    assert links(Branching(), groups={"b": "c"}) == [Link("b", "c", (), 4)]
     with pytest.raises(ValueError, match="'d' is no linear"):
-        links(Branching(), {"b": "d"})
+        links(Branching(), groups={"b": "d"})
     with pytest.raises(ValueError, match="'norm' is no BatchNorm"):
-        links(Branching(), {"b": ["norm", "c"]})
+        links(Branching(), groups={"b": ["norm", "c"]})
     with pytest.raises(ValueError, match="no multiple of the 6 units"):
-        links(nn.Sequential(nn.Linear(4, 6), nn.Linear(4, 2)), {"0": "1"})
+        links(nn.Sequential(nn.Linear(4, 6), nn.Linear(4, 2)), groups={"0": "1"})
 
 
 def test_wrapped_models_have_the_same_links():
@@ -201,4 +201,4 @@ def test_lengths_that_are_written_out_make_a_link_rigid():
 @pytest.mark.parametrize("wrong", [[], 3, None])
 def test_groups_of_another_kind(wrong):
     with pytest.raises(ValueError, match="allowed: a layer's name"):
-        links(Net(), {"conv1": wrong})
+        links(Net(), groups={"conv1": wrong})
