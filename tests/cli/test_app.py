@@ -195,7 +195,7 @@ def test_report(tmp_path, capsys):
     next(iter(results.result_files(tmp_path))).write_text("{")
     assert start(["report", str(tmp_path)]) == 1
     output = capsys.readouterr()
-    assert "not a whole Everlearn result" in output.err and "finetune" in output.out
+    assert "not a valid Everlearn result" in output.err and "finetune" in output.out
     assert start(["report", str(tmp_path / "nowhere")]) == 1
     assert "There is no folder" in capsys.readouterr().err
 

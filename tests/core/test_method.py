@@ -7,7 +7,7 @@ import torch
 
 import everlearn
 from everlearn import DEN, HAT, L2, PNN, Batch, Chain, ExpandableRepresentation, ExpandNet, Freeze, Method
-from everlearn.results.report.rows import as_csv, as_markdown, runs
+from everlearn.results.report.rows import as_csv, as_markdown, run_rows
 from everlearn.results.report.table import table
 
 
@@ -188,8 +188,8 @@ def test_growing_methods_do_not_look_free(tmp_path):
     kept = json.loads(next(tmp_path.glob("*.json")).read_text())["cost"]["parameters"]
     assert kept == [186_400 * t + (400 * t + 1) * 10 for t in range(1, 6)] and kept[-1] == 952_010
     assert "952,010" in table([result]) and "190,410" in table([result]), "the growth is shown task by task"
-    (row,) = runs([result])
-    assert row["parameters"] == 952_010 and [facts["parameters"] for facts in row["facts"]] == kept
+    (row,) = run_rows([result])
+    assert row["parameters"] == 952_010 and [facts["parameters"] for facts in row["diagnostics"]] == kept
     assert "952,010" in as_markdown([result]) and ",952010," in as_csv([result])
 
 
@@ -197,7 +197,7 @@ def test_facts_of_a_chain_are_those_of_its_methods(small_net, small_stream):
     method = Method() + everlearn.PackNet()
     assert Method().diagnostics() == {} == method.diagnostics()
     result = everlearn.run(small_net, method, small_stream(), batch_size=16)
-    used = [facts["capacity used"] for facts in result.cost["facts"]]
+    used = [facts["capacity used"] for facts in result.cost["diagnostics"]]
     assert used == pytest.approx([0.5, 0.625, 0.71875], abs=1e-3)
 
 

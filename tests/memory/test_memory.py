@@ -1,4 +1,4 @@
-"""The memory against slow references: what is kept, how it is drawn, where it lies, how it is resumed."""
+"""Memory against slow references: which rows are stored, drawn and resumed, and where."""
 
 import copy
 import gc
@@ -14,14 +14,14 @@ import torch
 
 from everlearn import ER, Batch, Method
 from everlearn.memory import Memory, herding_order
-from everlearn.memory.quotas import shares
+from everlearn.memory.quotas import divide_capacity
 from everlearn.runtime.randomness import generator
 
 POLICIES = ["reservoir", "balanced", "ring", "herding"]
 
 
 def table(n, start=0):
-    """Rows that can be told apart by x alone; few classes, of unequal size, and a task that changes now and then."""
+    """Rows that x identifies, with a few classes of unequal size and a task that changes every 40 rows."""
     i = torch.arange(start, start + n)
     return {"x": i[:, None].repeat(1, 2).float(), "y": (i % 7).clamp(max=3), "t": i // 40}
 
@@ -34,12 +34,12 @@ def fill(memory, n, size, start=0):
     return memory
 
 
-def kept(memory):
-    """The numbers of the rows, as they lie."""
+def stored_numbers(memory):
+    """Numbers of the stored rows, in storage order."""
     return memory["x"][:, 0].long().tolist()
 
 
-def same(a, b):
+def have_equal_rows(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
@@ -47,53 +47,58 @@ def same(a, b):
 
 
 def slow_reservoir(n, capacity, source, off_by_one=False):
-    places = []
+    stored = []
     for i in range(n):
         if i < capacity:
-            places.append(i)
+            stored.append(i)
         else:
             j = torch.empty(1, dtype=torch.int64).random_(generator=source).item() % (i if off_by_one else i + 1)
             if j < capacity:
-                places[j] = i
-    return places
+                stored[j] = i
+    return stored
 
 
 @pytest.mark.parametrize("size", [1, 3, 10, 64, 500])
 @pytest.mark.parametrize("capacity", [1, 5, 64, 1000])
-def test_reservoir_is_the_sequential_one_however_the_stream_is_cut(capacity, size):
+def test_reservoir_equals_the_sequential_rule_for_any_batch_size(capacity, size):
     memory = fill(Memory(capacity, seed=3), 500, size)
-    assert kept(memory) == slow_reservoir(500, capacity, generator(3, "memory"))
+    assert stored_numbers(memory) == slow_reservoir(500, capacity, generator(3, "memory"))
     assert len(memory) == min(500, capacity) and memory.seen == 500
-    assert torch.equal(memory["y"], (memory["x"][:, 0].long() % 7).clamp(max=3))  # a row stays a row
+    assert torch.equal(memory["y"], (memory["x"][:, 0].long() % 7).clamp(max=3))  # columns stay aligned
 
 
-def test_the_first_rows_lie_in_order():
+def test_the_first_rows_are_stored_in_order():
     memory = Memory(50)
     for n in range(1, 8):
         fill(memory, 7, 7, start=7 * (n - 1))
-        assert kept(memory) == list(range(7 * n))
+        assert stored_numbers(memory) == list(range(7 * n))
 
 
 def chi_square(counts, runs, p):
-    """Of inclusions without replacement: distributed with one degree of freedom less than there are items."""
+    """Statistic of inclusions without replacement, with n - 1 degrees of freedom."""
     n = len(counts)
     return ((counts - runs * p) ** 2).sum() / (runs * p * (1 - p)) * (n - 1) / n
 
 
-def test_every_row_is_kept_with_the_same_probability():
-    runs, n, capacity, limit = 2000, 20, 5, 43.8  # 99.9 % of 19 degrees of freedom
-    counts, wrong, source = np.zeros(n), np.zeros(n), generator(0, "wrong")
+def test_every_row_is_stored_with_equal_probability():
+    runs = 2000
+    n = 20
+    capacity = 5
+    limit = 43.8  # 99.9 % of 19 degrees of freedom
+    counts = np.zeros(n)
+    wrong = np.zeros(n)
+    source = generator(0, "wrong")
     for seed in range(runs):
-        counts[kept(fill(Memory(capacity, seed=seed), n, 13))] += 1
+        counts[stored_numbers(fill(Memory(capacity, seed=seed), n, 13))] += 1
         wrong[slow_reservoir(n, capacity, source, off_by_one=True)] += 1
     assert chi_square(counts, runs, capacity / n) < limit
-    assert chi_square(wrong, runs, capacity / n) > 2 * limit  # the test would notice
+    assert chi_square(wrong, runs, capacity / n) > 2 * limit  # the test detects a wrong rule
 
 
-# Equal shares.
+# Equal quotas.
 
 
-def slow_shares(wanted, capacity, order):
+def slow_quotas(wanted, capacity, order):
     quota = [0] * len(wanted)
     while sum(quota) < min(capacity, sum(wanted)):
         for g in order:
@@ -102,24 +107,30 @@ def slow_shares(wanted, capacity, order):
     return quota
 
 
-def test_shares_are_those_dealt_one_by_one():
+def test_quotas_equal_those_dealt_one_by_one():
     draw = random.Random(0)
     for _ in range(300):
-        n, capacity = draw.randint(1, 8), draw.randint(1, 30)
-        wanted, order = [draw.randint(0, 12) for _ in range(n)], draw.sample(range(n), n)
-        before = slow_shares(wanted, capacity, order)
-        assert shares(np.array(wanted), capacity, np.array(order)).tolist() == before
+        n = draw.randint(1, 8)
+        capacity = draw.randint(1, 30)
+        wanted = [draw.randint(0, 12) for _ in range(n)]
+        order = draw.sample(range(n), n)
+        old_quotas = slow_quotas(wanted, capacity, order)
+        assert divide_capacity(np.array(wanted), capacity, np.array(order)).tolist() == old_quotas
         g = draw.randrange(n)
         wanted[g] += 1
-        after = slow_shares(wanted, capacity, order)
-        # What a policy relies on: nobody's share grows again once it was short.
-        assert all(b >= a for i, (b, a) in enumerate(zip(before, after, strict=True)) if i != g or b < wanted[g] - 1)
+        new_quotas = slow_quotas(wanted, capacity, order)
+        # Policies rely on this: a quota never grows again once it was limited.
+        assert all(
+            old >= new
+            for i, (old, new) in enumerate(zip(old_quotas, new_quotas, strict=True))
+            if i != g or old < wanted[g] - 1
+        )
 
 
-def test_balanced_gives_every_class_its_share():
+def test_balanced_gives_every_class_its_quota():
     memory = Memory(30, "balanced")
     memory.add(x=torch.zeros(100, 1), y=torch.zeros(100, dtype=torch.int64))
-    assert len(memory) == 30  # nobody else needs the room
+    assert len(memory) == 30  # no other class needs the capacity
     memory.add(x=torch.ones(4, 1), y=torch.ones(4, dtype=torch.int64))
     assert memory["y"].bincount().tolist() == [26, 4]
     memory.add(x=torch.full((300, 1), 2.0), y=torch.full((300,), 2))
@@ -130,78 +141,84 @@ def test_balanced_gives_every_class_its_share():
 
 
 @pytest.mark.parametrize("policy", ["balanced", "ring", "herding"])
-def test_the_last_places_go_by_lot(policy):
+def test_the_remainder_is_divided_at_random(policy):
     winners = set()
     for seed in range(12):
         memory = Memory(3, policy, by="y", seed=seed)
         for c in range(9):
-            more = {"features": torch.rand(4, 2)} if policy == "herding" else {}
-            memory.add(x=torch.full((4, 1), float(c)), y=torch.full((4,), c), **more)
+            features = {"features": torch.rand(4, 2)} if policy == "herding" else {}
+            memory.add(x=torch.full((4, 1), float(c)), y=torch.full((4,), c), **features)
         assert len(memory["y"].unique()) == 3
         winners |= set(memory["y"].tolist())
     assert len(winners) > 6
 
 
-def test_within_a_class_every_row_is_kept_with_the_same_probability():
-    runs, capacity = 1000, 12
+def test_within_a_class_every_row_is_stored_with_equal_probability():
+    runs = 1000
+    capacity = 12
     y = torch.tensor([0] * 12 + [1] * 6 + [0] * 4 + [2] * 8)
-    x, counts = torch.arange(30.0)[:, None], torch.zeros(30)
+    x = torch.arange(30.0)[:, None]
+    counts = torch.zeros(30)
     for seed in range(runs):
         memory = Memory(capacity, "balanced", seed=seed)
         for cut in torch.arange(30).split(11):
             memory.add(x=x[cut], y=y[cut])
         assert memory["y"].bincount().tolist() == [4, 4, 4]
-        counts[kept(memory)] += 1
+        counts[stored_numbers(memory)] += 1
     for c, limit in ((0, 37.7), (1, 20.5), (2, 24.3)):  # 99.9 % of 15, 5 and 7 degrees of freedom
-        own = counts[y == c].numpy()
-        assert chi_square(own, runs, 4 / len(own)) < limit
+        class_counts = counts[y == c].numpy()
+        assert chi_square(class_counts, runs, 4 / len(class_counts)) < limit
 
 
 @pytest.mark.parametrize("by", ["t", ("t", "y")])
-def test_a_ring_keeps_the_last_of_each_group(by):
-    memory, rows = Memory(64, "ring", by=by), table(400)
+def test_a_ring_stores_the_last_rows_of_each_group(by):
+    memory = Memory(64, "ring", by=by)
+    rows = table(400)
     for n in range(25, 401, 25):
         fill(memory, 25, 25, start=n - 25)
-        own = rows["t"] if by == "t" else rows["t"] * 10 + rows["y"]
-        here = set(kept(memory))
+        groups = rows["t"] if by == "t" else rows["t"] * 10 + rows["y"]
+        stored = set(stored_numbers(memory))
         counts = []
-        for g in own[:n].unique():
-            of_group = (own[:n] == g).nonzero().flatten().tolist()
-            stay = here & set(of_group)
-            assert stay == set(of_group[len(of_group) - len(stay) :])
-            counts.append((len(stay), len(of_group)))
-        assert len(memory) == min(n, 64) == sum(c for c, _ in counts)
-        short = [c for c, seen in counts if c < seen]
-        assert not short or (max(short) - min(short) <= 1 and max(c for c, _ in counts) <= max(short) + 1)
+        for g in groups[:n].unique():
+            members = (groups[:n] == g).nonzero().flatten().tolist()
+            stored_members = stored & set(members)
+            assert stored_members == set(members[len(members) - len(stored_members) :])
+            counts.append((len(stored_members), len(members)))
+        assert len(memory) == min(n, 64) == sum(num_stored for num_stored, _ in counts)
+        limited = [num_stored for num_stored, num_seen in counts if num_stored < num_seen]
+        assert not limited or (
+            max(limited) - min(limited) <= 1 and max(num_stored for num_stored, _ in counts) <= max(limited) + 1
+        )
 
 
-def test_a_group_may_have_a_limit_of_its_own():
+def test_rows_per_group_can_be_limited():
     memory = fill(Memory(100, "ring", each=8), 100, 10)
-    assert memory["t"].bincount().tolist() == [8, 8, 8] and sorted(kept(memory))[:8] == list(range(32, 40))
+    assert memory["t"].bincount().tolist() == [8, 8, 8] and sorted(stored_numbers(memory))[:8] == list(range(32, 40))
     assert fill(Memory(10, "ring", each=8), 100, 10)["t"].bincount().sum() == 10
 
 
 @pytest.mark.parametrize("policy", ["balanced", "ring"])
-def test_groups_do_not_depend_on_how_the_stream_is_cut(policy):
-    whole, *others = [sorted(kept(fill(Memory(50, policy), 400, size))) for size in (400, 1, 10, 64)]
-    assert all(other == whole for other in others)
+def test_groups_do_not_depend_on_the_batch_size(policy):
+    expected, *results = [sorted(stored_numbers(fill(Memory(50, policy), 400, size))) for size in (400, 1, 10, 64)]
+    assert all(result == expected for result in results)
 
 
 # Herding.
 
 
-def slow_herding(features, most):
-    mean, chosen = features.mean(0), []
-    for k in range(1, most + 1):
+def slow_herding(features, count):
+    mean = features.mean(0)
+    selected = []
+    for k in range(1, count + 1):
         distance = [
-            torch.inf if i in chosen else (mean - (f + features[chosen].sum(0)) / k).norm().item()
+            torch.inf if i in selected else (mean - (f + features[selected].sum(0)) / k).norm().item()
             for i, f in enumerate(features)
         ]
-        chosen.append(int(np.argmin(distance)))
-    return chosen
+        selected.append(int(np.argmin(distance)))
+    return selected
 
 
-def test_herding_is_the_greedy_one():
+def test_herding_equals_the_greedy_rule():
     for seed in range(5):
         features = torch.randn(30, 6, generator=generator(seed), dtype=torch.double) + 3
         order = herding_order(features, 30).tolist()
@@ -210,9 +227,11 @@ def test_herding_is_the_greedy_one():
     assert (features[order[:10]].mean(0) - features.mean(0)).norm() < (features[:10].mean(0) - features.mean(0)).norm()
 
 
-def test_herding_keeps_the_first_choices_and_shrinks_to_them():
-    memory, features = Memory(20, "herding"), torch.randn(90, 5)
-    x, y = torch.arange(90.0)[:, None], torch.arange(90) % 3
+def test_herding_stores_the_first_choices_and_shrinks_to_them():
+    memory = Memory(20, "herding")
+    features = torch.randn(90, 5)
+    x = torch.arange(90.0)[:, None]
+    y = torch.arange(90) % 3
     orders = {c: (y == c).nonzero().flatten()[herding_order(features[y == c], 20)].tolist() for c in range(3)}
     for c in range(3):
         memory.add(features=features[y == c], x=x[y == c], y=y[y == c])
@@ -222,22 +241,25 @@ def test_herding_keeps_the_first_choices_and_shrinks_to_them():
             assert set(memory["x"][memory["y"] == d, 0].long().tolist()) == set(orders[d][: counts[d]])
     all_at_once = Memory(20, "herding")
     all_at_once.add(features=features, x=x, y=y)
-    assert set(kept(all_at_once)) == set(kept(memory))
+    assert set(stored_numbers(all_at_once)) == set(stored_numbers(memory))
 
 
-def test_herding_twice_keeps_the_first_choices_of_both():
-    memory, features = Memory(6, "herding"), torch.randn(20, 3)
+def test_herding_twice_stores_the_first_choices_of_both():
+    memory = Memory(6, "herding")
+    features = torch.randn(20, 3)
     for half in (slice(10), slice(10, 20)):
         memory.add(features=features[half], x=torch.arange(20.0)[half, None], y=torch.zeros(10, dtype=torch.int64))
-    first, second = herding_order(features[:10], 3), herding_order(features[10:], 3) + 10
-    assert set(kept(memory)) == {*first.tolist(), *second.tolist()}
+    first = herding_order(features[:10], 3)
+    second = herding_order(features[10:], 3) + 10
+    assert set(stored_numbers(memory)) == {*first.tolist(), *second.tolist()}
 
 
 # Drawing.
 
 
-def test_a_sample_has_no_row_twice_and_is_drawn_evenly():
-    memory, counts = fill(Memory(30), 30, 30), torch.zeros(30)
+def test_a_sample_is_uniform_and_without_replacement():
+    memory = fill(Memory(30), 30, 30)
+    counts = torch.zeros(30)
     for _ in range(1000):
         rows = memory.sample(6)
         drawn = rows["x"][:, 0].long()
@@ -247,7 +269,8 @@ def test_a_sample_has_no_row_twice_and_is_drawn_evenly():
 
 
 def test_a_few_of_many_rows():
-    memory, counts = fill(Memory(5000), 5000, 1000), torch.zeros(5000)
+    memory = fill(Memory(5000), 5000, 1000)
+    counts = torch.zeros(5000)
     for n in [1, 40, 999, 1250] * 5:
         drawn = memory.sample(n)["x"][:, 0].long()
         assert len(drawn.unique()) == n
@@ -256,7 +279,7 @@ def test_a_few_of_many_rows():
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_sample_never_exceeds_what_is_there(policy):
+def test_a_sample_has_at_most_all_rows(policy):
     memory = Memory(10, policy)
     assert memory.sample(4) == {} == memory.rows() and len(memory) == 0
     fill(memory, 3, 3)
@@ -265,7 +288,7 @@ def test_a_sample_never_exceeds_what_is_there(policy):
     assert len(memory.sample(100)["x"]) == len(memory) == 10
 
 
-def test_some_rows_only():
+def test_rows_selected_by_a_mask():
     memory = fill(Memory(50), 50, 10)
     old = memory["t"] == 0
     assert torch.equal(memory.rows(old)["x"][:, 0], torch.arange(40.0))
@@ -275,19 +298,24 @@ def test_some_rows_only():
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_global_random_numbers_are_left_alone(policy):
-    before = torch.get_rng_state()
+def test_global_random_numbers_do_not_change(policy):
+    global_state = torch.get_rng_state()
     memory = fill(Memory(20, policy), 200, 10)
-    one, two = memory.sample(5), memory.sample(5)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert not same(one, two)
+    first_sample = memory.sample(5)
+    second_sample = memory.sample(5)
+    assert torch.equal(torch.get_rng_state(), global_state)
+    assert not have_equal_rows(first_sample, second_sample)
     torch.rand(3)
-    again = fill(Memory(20, policy), 200, 10)
-    assert same(again.rows(), memory.rows()) and same(again.sample(5), one) and same(again.sample(5), two)
-    assert policy != "reservoir" or not same(fill(Memory(20, policy, seed=1), 200, 10).rows(), memory.rows())
+    refilled = fill(Memory(20, policy), 200, 10)
+    assert (
+        have_equal_rows(refilled.rows(), memory.rows())
+        and have_equal_rows(refilled.sample(5), first_sample)
+        and have_equal_rows(refilled.sample(5), second_sample)
+    )
+    assert policy != "reservoir" or not have_equal_rows(fill(Memory(20, policy, seed=1), 200, 10).rows(), memory.rows())
 
 
-# What is held.
+# Stored rows.
 
 
 def test_rows_are_copies():
@@ -295,14 +323,14 @@ def test_rows_are_copies():
     weights = torch.rand(8, 3, requires_grad=True)
     memory = Memory(8)
     memory.add(**source, logits=weights * 2)
-    before = memory.rows()
-    assert not any(v.requires_grad for v in before.values())
+    stored = memory.rows()
+    assert not any(v.requires_grad for v in stored.values())
     for v in source.values():
         v.zero_()
     weights.data.zero_()
     for v in [*memory.sample(8).values(), *memory.rows().values()]:
         v.fill_(99)
-    assert same(memory.rows(), before)
+    assert have_equal_rows(memory.rows(), stored)
 
 
 def test_a_small_memory_does_not_keep_the_data_alive():
@@ -330,7 +358,7 @@ def test_bytes_are_bounded(policy):
 
 @pytest.mark.parametrize("on_disk", [False, True])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.int16, torch.bfloat16, torch.float16, torch.double])
-def test_dtypes_stay(dtype, on_disk, tmp_path):
+def test_dtypes_are_preserved(dtype, on_disk, tmp_path):
     x = torch.arange(24).view(6, 2, 2).to(dtype)
     memory = Memory(6, folder=tmp_path if on_disk else None)
     memory.add(x=x, y=torch.arange(6))
@@ -349,11 +377,11 @@ def test_inputs_may_be_dicts_and_tuples_and_columns_none():
     assert torch.equal(rows["x"]["image"], x["image"][rows["y"]])
     assert torch.equal(rows["x"]["text"][1], x["text"][1][rows["y"]])
     assert torch.equal(memory["x"]["text"][0], memory["y"])
-    again = Memory(5)
-    again.load_state_dict(memory.state_dict())
-    assert torch.equal(again.rows()["x"]["text"][1], memory["x"]["text"][1])
+    loaded = Memory(5)
+    loaded.load_state_dict(memory.state_dict())
+    assert torch.equal(loaded.rows()["x"]["text"][1], memory["x"]["text"][1])
     assert len(Batch(part, cut).like(**rows)) == 3
-    with pytest.raises(ValueError, match="not the dict or tuple it was at first"):
+    with pytest.raises(ValueError, match="another dict or tuple than in the first rows"):
         memory.add(x=part["image"], y=cut, t=None)
 
 
@@ -371,20 +399,22 @@ def test_logits_may_become_longer(on_disk, tmp_path):
 
 def test_rows_on_disk(tmp_path):
     folder = tmp_path / "new" / "folder"
-    here, there = fill(Memory(50), 300, 10), fill(Memory(50, folder=folder), 300, 10)
-    assert same(here.rows(), there.rows()) and same(here.sample(9), there.sample(9))
-    assert os.listdir(folder) == []  # nothing to clean up, even after a crash
+    in_ram = fill(Memory(50), 300, 10)
+    on_disk = fill(Memory(50, folder=folder), 300, 10)
+    assert have_equal_rows(in_ram.rows(), on_disk.rows()) and have_equal_rows(in_ram.sample(9), on_disk.sample(9))
+    assert os.listdir(folder) == []  # no file to delete, even after a crash
     if os.path.exists("/proc/self/maps"):
         with open("/proc/self/maps") as maps:
             assert sum(str(folder) in line for line in maps) == 3
     partly = fill(Memory(1000, folder=folder), 10, 10).state_dict()["rows"]["x"]
-    assert partly.shape == (10, 2) and partly.untyped_storage().nbytes() == 80  # saved without the empty places
+    assert partly.shape == (10, 2) and partly.untyped_storage().nbytes() == 80  # saved without the empty positions
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_rows_on_a_device(policy):
-    on_cpu, on_gpu = fill(Memory(20, policy), 100, 10), fill(Memory(20, policy, device="cuda"), 100, 10)
+    on_cpu = fill(Memory(20, policy), 100, 10)
+    on_gpu = fill(Memory(20, policy, device="cuda"), 100, 10)
     assert on_gpu["x"].is_cuda and on_gpu.sample(3, where=on_gpu["t"] == 0)["x"].is_cuda
     on_cpu.add(
         **{k: v.cuda() for k, v in table(10).items()},
@@ -393,7 +423,7 @@ def test_rows_on_a_device(policy):
     assert not on_cpu["x"].is_cuda
 
 
-# Going on.
+# Saving and resuming.
 
 
 def saved(state):
@@ -404,53 +434,62 @@ def saved(state):
 
 
 @pytest.mark.parametrize("on_disk", [False, True])
-@pytest.mark.parametrize("seen", [0, 13, 230])
+@pytest.mark.parametrize("num_seen", [0, 13, 230])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_resuming_equals_never_having_stopped(policy, seen, on_disk, tmp_path):
+def test_resuming_equals_an_uninterrupted_run(policy, num_seen, on_disk, tmp_path):
     folder = tmp_path if on_disk else None
-    one = fill(Memory(32, policy, folder=folder), seen, 10)
-    one.sample(3)
-    state = saved(one.state_dict())
-    two = fill(Memory(32, policy, seed=5), 50, 10)  # what it held is gone
-    two.load_state_dict(state)
-    for memory in (one, two):
-        fill(memory, 180, 10, start=seen)
-    assert same(one.rows(), two.rows()) and one.seen == two.seen and one.nbytes == two.nbytes
+    original = fill(Memory(32, policy, folder=folder), num_seen, 10)
+    original.sample(3)
+    state = saved(original.state_dict())
+    resumed = fill(Memory(32, policy, seed=5), 50, 10)  # its rows are replaced
+    resumed.load_state_dict(state)
+    for memory in (original, resumed):
+        fill(memory, 180, 10, start=num_seen)
+    assert (
+        have_equal_rows(original.rows(), resumed.rows())
+        and original.seen == resumed.seen
+        and original.nbytes == resumed.nbytes
+    )
     for _ in range(3):
-        assert same(one.sample(7), two.sample(7))
-    assert len(one) == 32
+        assert have_equal_rows(original.sample(7), resumed.sample(7))
+    assert len(original) == 32
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_state_is_a_copy(policy):
     memory = fill(Memory(20, policy), 100, 10)
-    before, state = memory.rows(), memory.state_dict()
+    old_rows = memory.rows()
+    state = memory.state_dict()
     fill(memory, 100, 10, start=100)
-    one, two = Memory(20, policy), Memory(20, policy)
-    one.load_state_dict(state)
-    fill(one, 100, 10, start=100)
-    two.load_state_dict(state)
-    assert same(two.rows(), before) and same(one.rows(), memory.rows())
+    continued = Memory(20, policy)
+    loaded = Memory(20, policy)
+    continued.load_state_dict(state)
+    fill(continued, 100, 10, start=100)
+    loaded.load_state_dict(state)
+    assert have_equal_rows(loaded.rows(), old_rows) and have_equal_rows(continued.rows(), memory.rows())
 
 
 @pytest.mark.parametrize("on_disk", [False, True])
-@pytest.mark.parametrize("twin", [copy.deepcopy, copy.copy, lambda m: pickle.loads(pickle.dumps(m))])
+@pytest.mark.parametrize("make_copy", [copy.deepcopy, copy.copy, lambda m: pickle.loads(pickle.dumps(m))])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_twins_are_equal_and_share_nothing(policy, twin, on_disk, tmp_path):
-    one = fill(Memory(20, policy, folder=tmp_path if on_disk else None), 100, 10)
-    two, before = twin(one), one.rows()
-    fill(two, 100, 10, start=100)
-    assert same(one.rows(), before) and repr(two) == repr(one)
-    fill(one, 100, 10, start=100)
-    assert same(one.rows(), two.rows()) and same(one.sample(5), two.sample(5))
+def test_copies_are_equal_and_share_nothing(policy, make_copy, on_disk, tmp_path):
+    original = fill(Memory(20, policy, folder=tmp_path if on_disk else None), 100, 10)
+    copied = make_copy(original)
+    old_rows = original.rows()
+    fill(copied, 100, 10, start=100)
+    assert have_equal_rows(original.rows(), old_rows) and repr(copied) == repr(original)
+    fill(original, 100, 10, start=100)
+    assert have_equal_rows(original.rows(), copied.rows()) and have_equal_rows(original.sample(5), copied.sample(5))
 
 
 def test_a_method_saves_its_memory():
-    one, two = Method(), Method()
-    one.memory, two.memory = fill(Memory(20), 100, 10), Memory(20)
-    two.load_state_dict(saved(one.state_dict()))
-    assert same(one.memory.rows(), two.memory.rows())
-    assert same(copy.deepcopy(one).memory.sample(3), two.memory.sample(3))
+    original = Method()
+    loaded = Method()
+    original.memory = fill(Memory(20), 100, 10)
+    loaded.memory = Memory(20)
+    loaded.load_state_dict(saved(original.state_dict()))
+    assert have_equal_rows(original.memory.rows(), loaded.memory.rows())
+    assert have_equal_rows(copy.deepcopy(original).memory.sample(3), loaded.memory.sample(3))
 
 
 def test_a_state_of_another_memory_is_refused():
@@ -463,7 +502,7 @@ def test_a_state_of_another_memory_is_refused():
         Memory(20, "ring", by=("t", "y")).load_state_dict(Memory(20, "ring").state_dict())
 
 
-# What is refused.
+# Errors.
 
 
 @pytest.mark.parametrize(
@@ -476,7 +515,7 @@ def test_a_state_of_another_memory_is_refused():
         ({"each": 0, "policy": "ring"}, "Memory.each: got 0"),
         ({"policy": "fifo"}, "Memory.policy: got 'fifo', allowed: reservoir, balanced, ring, herding"),
         ({"by": "y"}, "A reservoir has no groups"),
-        ({"device": "cuda", "folder": "here"}, "on cuda or in a folder, not both"),
+        ({"device": "cuda", "folder": "here"}, "device=cuda and folder=here; leave one out"),
     ],
 )
 def test_wrong_settings_are_refused(settings, message):
@@ -490,13 +529,13 @@ X, Y, T = table(4).values()
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"x": X, "y": Y}, "Got columns x, y; rows here have x, y, t"),
-        ({"x": X, "y": Y, "t": T, "z": T}, "Got columns x, y, t, z; rows"),
+        ({"x": X, "y": Y}, "Got columns x, y; this memory has x, y, t"),
+        ({"x": X, "y": Y, "t": T, "z": T}, "Got columns x, y, t, z; this memory"),
         ({}, "Got columns none"),
         ({"x": X, "y": Y[:3], "t": T}, r"differ in length: \[3, 4\]"),
-        ({"x": X[:, :1], "y": Y, "t": T}, r"x has rows of shape \(1,\) and torch.float32, at first they were \(2,\)"),
-        ({"x": X.repeat(1, 2), "y": Y, "t": T}, r"only floating columns in Memory.growing"),
-        ({"x": X.double(), "y": Y, "t": T}, "and torch.float64, at first"),
+        ({"x": X[:, :1], "y": Y, "t": T}, r"x has rows of shape \(1,\) and torch.float32, the first rows had \(2,\)"),
+        ({"x": X.repeat(1, 2), "y": Y, "t": T}, r"Only floating-point columns in Memory.growing"),
+        ({"x": X.double(), "y": Y, "t": T}, "and torch.float64, the first rows"),
         ({"x": (X, X), "y": Y, "t": T}, "or from the first rows on a dict or tuple"),
         ({"x": X, "y": None, "t": T}, "y is None for some rows only"),
         ({"x": X.numpy(), "y": Y, "t": T}, "x must be a tensor"),
@@ -506,12 +545,12 @@ X, Y, T = table(4).values()
     ],
 )
 @pytest.mark.parametrize("policy", ["reservoir", "balanced"])
-def test_rows_that_do_not_fit_are_refused_and_change_nothing(policy, columns, message):
+def test_refused_rows_change_nothing(policy, columns, message):
     memory = fill(Memory(20, policy), 10, 10)
-    before = memory.rows()
+    old_rows = memory.rows()
     with pytest.raises((ValueError, TypeError), match=message):
         memory.add(**columns)
-    assert same(memory.rows(), before) and memory.seen == 10
+    assert have_equal_rows(memory.rows(), old_rows) and memory.seen == 10
     fill(memory, 100, 10, start=10)
     assert len(memory) == 20 and torch.equal(memory["y"], (memory["x"][:, 0].long() % 7).clamp(max=3))
 
@@ -528,7 +567,7 @@ def test_rows_that_do_not_fit_are_refused_and_change_nothing(policy, columns, me
         ({"x": X / X, "y": Y}, "x has NaN"),
     ],
 )
-def test_first_rows_that_cannot_be_kept_leave_no_trace(columns, message):
+def test_refused_first_rows_change_nothing(columns, message):
     memory = Memory(5)
     with pytest.raises((ValueError, TypeError), match=message):
         memory.add(**columns)
@@ -547,19 +586,19 @@ def test_first_rows_that_cannot_be_kept_leave_no_trace(columns, message):
         ("herding", {"x": X, "y": Y, "features": X / X}, "features hold NaN"),
     ],
 )
-def test_groups_need_what_they_are_made_of(policy, columns, message):
+def test_groups_need_their_columns(policy, columns, message):
     with pytest.raises(ValueError, match=message):
         Memory(5, policy).add(**columns)
 
 
-def test_wrong_questions_are_refused():
+def test_wrong_arguments_raise():
     memory = Memory(5)
-    with pytest.raises(KeyError, match="No column 'y' in this memory; there are: none before rows come"):
+    with pytest.raises(KeyError, match="No column 'y' in this memory; its columns: none before the first rows"):
         memory["y"]
     memory.add(x=X, y=Y)
-    memory.add(x=X[:0], y=Y[:0])  # no rows are no mistake
+    memory.add(x=X[:0], y=Y[:0])  # an empty batch is accepted
     assert memory.seen == 4
-    with pytest.raises(KeyError, match="there are: x, y"):
+    with pytest.raises(KeyError, match="its columns: x, y"):
         memory["z"]
     with pytest.raises(ValueError, match="got n=0, allowed: 1 or more"):
         memory.sample(0)
@@ -569,8 +608,8 @@ def test_wrong_questions_are_refused():
 
 @pytest.mark.parametrize("policy", ["reservoir", "balanced"])
 def test_a_memory_larger_than_the_machine_is_refused(policy):
-    with pytest.raises(ValueError, match=r"needs 745\.1 GB on cpu|no room for the numbers"):
+    with pytest.raises(ValueError, match=r"needs 745\.1 GB on cpu|more rows than this machine can index"):
         Memory(10**11, policy).add(x=torch.zeros(2, 1, dtype=torch.double), y=torch.zeros(2, dtype=torch.long))
     method = ER(10**11)
-    with pytest.raises(ValueError, match=r"A memory of 100,000,000,000 rows such as these needs 1,490\.1 GB on cpu"):
+    with pytest.raises(ValueError, match=r"A memory of 100,000,000,000 rows of this shape needs 1,490\.1 GB on cpu"):
         method.loss(torch.nn.Linear(4, 2), Batch(torch.zeros(2, 4), torch.zeros(2, dtype=torch.long)))

@@ -1,4 +1,4 @@
-"""One odd file among results is named, and the others are shown."""
+"""An invalid file among results is named, and the valid ones are shown."""
 
 import copy
 import json
@@ -18,25 +18,25 @@ from everlearn.results import result as results
 from everlearn.results.report.html import html
 from everlearn.results.report.plot import png
 from everlearn.results.report.rows import as_csv, as_markdown
-from everlearn.results.report.serve import page
+from everlearn.results.report.serve import ReportPage
 from everlearn.results.report.table import overview, table
 from tests.results.report.test_html import result
 
-ODD = [None, True, -1, 1e300, "text", [], {"a": 1}, [[1, 2], [3]], 10**29]
+UNUSUAL_VALUES = [None, True, -1, 1e300, "text", [], {"a": 1}, [[1, 2], [3]], 10**29]
 
 
-def leaves(content, path=()):
-    """Every place in a file, by the keys that lead to it."""
+def key_paths(content, path=()):
+    """Yield the sequence of keys to every value in a file."""
     yield path
     if isinstance(content, dict):
         for key, value in content.items():
-            yield from leaves(value, (*path, key))
+            yield from key_paths(value, (*path, key))
     elif isinstance(content, list):
         for i, value in enumerate(content):
-            yield from leaves(value, (*path, i))
+            yield from key_paths(value, (*path, i))
 
 
-def replaced(content, path, value):
+def replace_value(content, path, value):
     if not path:
         return value
     content = copy.deepcopy(content)
@@ -47,8 +47,8 @@ def replaced(content, path, value):
     return content
 
 
-def whole(tmp_path):
-    """A file as runs write it."""
+def stored_result(tmp_path):
+    """Save the result of a run and return the content of its file."""
     stream = streams.digits(scenario="class").first(2)
     path = run(lambda i, o: nets.mlp(i, o, hidden=(4,)), Method(), stream, iterations=1).save(tmp_path)
     return json.loads(path.read_text())
@@ -56,61 +56,64 @@ def whole(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:overflow")
-def test_whatever_is_read_can_be_shown_beside_the_others(tmp_path):
-    content, path, read, refused = whole(tmp_path), tmp_path / "odd.json", 0, 0
-    others = [result("joint"), result("EWC"), Result.load(results.result_files(tmp_path)[0])]
-    for place in leaves(content):
-        for value in ODD:
-            path.write_text(json.dumps(replaced(content, place, value)))
+def test_every_accepted_file_can_be_shown_with_the_others(tmp_path):
+    content = stored_result(tmp_path)
+    path = tmp_path / "unusual.json"
+    num_read = 0
+    num_refused = 0
+    usual_results = [result("joint"), result("EWC"), Result.load(results.result_files(tmp_path)[0])]
+    for keys in key_paths(content):
+        for value in UNUSUAL_VALUES:
+            path.write_text(json.dumps(replace_value(content, keys, value)))
             try:
-                odd = Result.load(path)
+                unusual = Result.load(path)
             except ValueError as error:
-                refused += 1
-                assert "odd.json is not a whole Everlearn result" in str(error)
+                num_refused += 1
+                assert "unusual.json is not a valid Everlearn result" in str(error)
                 continue
-            read += 1
+            num_read += 1
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", RuntimeWarning)  # of numbers beyond all sense, as of sizes below
-                for shown in (table, overview, as_csv, as_markdown, html, str):
-                    assert shown([odd, *others])
-    assert read > 100 and refused > 200
+                warnings.simplefilter("ignore", RuntimeWarning)  # from absurdly large numbers
+                for show in (table, overview, as_csv, as_markdown, html, str):
+                    assert show([unusual, *usual_results])
+    assert num_read > 100 and num_refused > 200
 
 
 @pytest.mark.parametrize(
-    ("text", "why"),
+    ("text", "reason"),
     [
-        ('"seed": NaN', "NaN is no number"),
+        ('"seed": NaN', "NaN is not a number"),
         ('"seed": 1e999', "1e999 is too large"),
         ('"seed": ' + "9" * 400, "is too large"),
         ('"extra": ' + "[" * 100_000 + "]" * 100_000, "nested too deeply"),
         ('"extra": ' + "[" * 100 + "]" * 100, "nested too deeply"),
-        ('"seed": "one"', "config.seed is no whole number"),
+        ('"seed": "one"', "config.seed is not an integer"),
         ('"stream": {"tasks": 9}', "config.stream.tasks is 9 but accuracy has 3 columns"),
     ],
     ids=["nan", "infinite", "long", "deep", "less deep", "kind", "tasks"],
 )
-def test_one_odd_file_is_named_and_the_others_are_reported(text, why, tmp_path, capsys):
+def test_an_invalid_file_is_named_and_the_others_are_reported(text, reason, tmp_path, capsys):
     good = result("EWC").save(tmp_path)
     content = json.loads(good.read_text())
-    content["config"] |= {"method": "odd", "CHANGE": 0}
-    (tmp_path / "odd.json").write_text(json.dumps(content).replace('"CHANGE": 0', text))
+    content["config"] |= {"method": "unusual", "CHANGE": 0}
+    (tmp_path / "unusual.json").write_text(json.dumps(content).replace('"CHANGE": 0', text))
     for form in ("html", "csv", "md", "png"):
         assert start(["report", str(tmp_path), "--format", form]) == 1
-        said = capsys.readouterr()
-        assert "odd.json is not a whole Everlearn result" in said.err and why in said.err
-        assert "EWC" in said.out and (tmp_path / f"report.{form}").exists()
-    assert '"method":"EWC"' in page(tmp_path, 5)
+        printed = capsys.readouterr()
+        assert "unusual.json is not a valid Everlearn result" in printed.err and reason in printed.err
+        assert "EWC" in printed.out and (tmp_path / f"report.{form}").exists()
+    assert '"method":"EWC"' in ReportPage(tmp_path, 5).render()
 
 
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no named pipes")
-def test_what_is_no_file_is_not_waited_for(tmp_path, capsys):
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_pipes_and_folders_are_skipped(tmp_path, capsys):
     result("EWC").save(tmp_path)
     os.mkfifo(tmp_path / "pipe.json")
     (tmp_path / "folder.json").mkdir()
-    (tmp_path / "nowhere.json").symlink_to(tmp_path / "gone")
-    assert '"method":"EWC"' in page(tmp_path, 5)
+    (tmp_path / "nowhere.json").symlink_to(tmp_path / "missing")
+    assert '"method":"EWC"' in ReportPage(tmp_path, 5).render()
     assert start(["report", str(tmp_path)]) == 0
-    with pytest.raises(ValueError, match="it is not a plain file"):
+    with pytest.raises(ValueError, match="it is not a regular file"):
         Result.load(tmp_path / "pipe.json")
     with pytest.raises(FileNotFoundError, match="There is no file"):
         Result.load(tmp_path / "none.json")
@@ -118,36 +121,39 @@ def test_what_is_no_file_is_not_waited_for(tmp_path, capsys):
 
 def test_a_file_too_large_is_not_read(tmp_path, monkeypatch):
     path = result("EWC").save(tmp_path)
-    monkeypatch.setattr(result_format, "LARGEST", 100)
+    monkeypatch.setattr(result_format, "MAX_FILE_BYTES", 100)
     with pytest.raises(ValueError, match=r"it has [\d,]+ bytes, allowed: 100"):
         Result.load(path)
 
 
-def test_results_with_gaps_are_drawn(tmp_path):
-    gaps = result("EWC")
-    gaps.accuracy[0, 1:] = gaps.accuracy[2, 0] = math.nan
-    few = result("EWC", seed=1)
-    few.accuracy = few.accuracy[:2, :2]
-    assert png([gaps, few, result("$\\frac$"), result("_hidden")]).startswith(b"\x89PNG")
+def test_results_with_missing_values_are_plotted(tmp_path):
+    incomplete = result("EWC")
+    incomplete.accuracy[0, 1:] = math.nan
+    incomplete.accuracy[2, 0] = math.nan
+    shorter = result("EWC", seed=1)
+    shorter.accuracy = shorter.accuracy[:2, :2]
+    assert png([incomplete, shorter, result("$\\frac$"), result("_hidden")]).startswith(b"\x89PNG")
 
 
-def test_no_run_is_lost_for_a_number_that_json_has_not(tmp_path):
+def test_a_run_with_settings_without_a_json_form_is_saved(tmp_path):
     (x, y), test = streams.digits_data()
     stream = streams.split((x[:200], y[:200]), test, tasks=2, class_order=np.arange(10), seed=np.int64(3))
-    odd = {"lr": 0.1, "weight_decay": np.float32(0.0), "momentum": 0.0}
+    settings = {"lr": 0.1, "weight_decay": np.float32(0.0), "momentum": 0.0}
 
     def make(parameters):
-        optimizer = torch.optim.SGD(parameters, **odd)
+        optimizer = torch.optim.SGD(parameters, **settings)
         optimizer.param_groups[0]["limit"] = math.inf
         return optimizer
 
-    made = run(nets.mlp, Method(), stream, optimizer=make, iterations=1, out=tmp_path)
-    (read,) = results.load(tmp_path)
-    assert made.config == read.config and read.config["training"]["groups"][0]["limit"] == "inf"
+    created = run(nets.mlp, Method(), stream, optimizer=make, iterations=1, out=tmp_path)
+    (loaded,) = results.load(tmp_path)
+    assert created.config == loaded.config and loaded.config["training"]["groups"][0]["limit"] == "inf"
 
 
-def test_scores_without_end_are_kept_as_unknown(tmp_path):
-    odd = result("EWC", width=math.inf)
-    odd.initial_accuracy = [-math.inf] * 3
-    read = Result.load(odd.save(tmp_path))
-    assert np.isnan(read.initial_accuracy).all() and read.cost["facts"][0] == {"width": None} and "EWC" in table([read])
+def test_infinite_scores_are_stored_as_missing(tmp_path):
+    infinite = result("EWC", width=math.inf)
+    infinite.initial_accuracy = [-math.inf] * 3
+    loaded = Result.load(infinite.save(tmp_path))
+    assert np.isnan(loaded.initial_accuracy).all()
+    assert loaded.cost["diagnostics"][0] == {"width": None}
+    assert "EWC" in table([loaded])

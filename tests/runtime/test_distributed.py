@@ -32,7 +32,7 @@ from everlearn import (
     nets,
     streams,
 )
-from everlearn.methods.replay.base import gradient_on
+from everlearn.methods.replay.reference_gradients import reference_gradient
 from everlearn.runtime import distributed
 from everlearn.trainer import CheckpointEvery
 from everlearn.trainer.train import TaskTraining
@@ -147,7 +147,7 @@ def test_reference_gradients_use_the_labels_of_all_processes(two, double):
         def reference(labels=labels):
             start = 4 * distributed.rank()
             part = slice(start, 8 if distributed.world_size() == 1 else start + 4)
-            return gradient_on(model, list(model.parameters()), Batch(x[part], labels[part]))
+            return reference_gradient(model, list(model.parameters()), Batch(x[part], labels[part]))
 
         for gradient in two(reference):
             torch.testing.assert_close(gradient, reference())

@@ -30,7 +30,7 @@ def test_terminal_escapes_are_shown_as_text(tmp_path, capsys):
     (tmp_path / f"{ESCAPES[:5]}.json").write_text("{")
     assert start(["report", str(tmp_path)]) == 1
     printed = capsys.readouterr()
-    assert not CONTROL.search(printed.out + printed.err) and "\\x1b]0;o.json is not a whole" in printed.err
+    assert not CONTROL.search(printed.out + printed.err) and "\\x1b]0;o.json is not a valid" in printed.err
 
 
 @pytest.mark.parametrize("lead", ["", " ", "\t", "\r", "\n", "\u00a0 ", "\u3000"], ids=ascii)

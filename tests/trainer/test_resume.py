@@ -90,7 +90,7 @@ def equal(one, other):
     assert np.array_equal(result.accuracy, resumed.accuracy)
     assert result.initial_accuracy == resumed.initial_accuracy
     assert result.config == resumed.config
-    for fact in ("parameters", "state_bytes", "facts"):
+    for fact in ("parameters", "state_bytes", "diagnostics"):
         assert result.cost[fact] == resumed.cost[fact]
     return True
 

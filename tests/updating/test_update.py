@@ -421,18 +421,18 @@ def test_old_data_brought_along_again_are_counted_once(shop):
 
 def test_no_example_is_kept_where_none_shall_be(shop):
     go(digits(0, 1, shift=1), EWC(), keep=0, old=digits(0, 1, 2, 3))
-    assert not list(Path("state").rglob("exam*")) and not list(Path("state").rglob("learned*"))
+    assert not list(Path("state").rglob("held-out*")) and not list(Path("state").rglob("learned*"))
     blind = go(digits(0, 1, shift=2), EWC(), keep=0)
     assert blind.fall is None
     seeing = go(digits(0, 1, shift=3), EWC(), keep=0, old=digits(0, 1, 2, 3))
     assert seeing.fall is not None and "old data (the old data)" in str(seeing)
-    assert not list(Path("state").rglob("exam*"))
+    assert not list(Path("state").rglob("held-out*"))
     assert Result.load("state/update-0003/result.json").accuracy.shape == (2, 2)
 
 
 def test_at_most_so_many_are_kept(shop):
     go(digits(0, 1, 2, 3, shift=1), keep=17)
-    assert len(safetensors.torch.load_file("state/update-0001/exam-0001.safetensors")["y"]) == 17
+    assert len(safetensors.torch.load_file("state/update-0001/held-out-0001.safetensors")["y"]) == 17
     assert len(go(digits(0, 1, shift=2)).held_out_sets[0]) == 17
 
 
@@ -689,7 +689,7 @@ def test_going_back_after_the_output_grew(method, named, shop):
     assert tree("state").items() >= before.items(), "nothing that is kept is lost"
     facts = json.loads(Path("state/update-0003/facts.json").read_text())
     assert facts["from"] == 1 and sorted(facts["learned"].values()) == [1, 3] and set(facts["history"]) == set("013")
-    assert not {"exam-0002.safetensors", "learned-0002.bin"} & facts["files"].keys()
+    assert not {"held-out-0002.safetensors", "learned-0002.bin"} & facts["files"].keys()
     assert not np.isnan(np.tril(Result.load("state/update-0003/result.json").accuracy)).any()
     again = go(bad, method, training=QUICK)
     assert again.new and again.accepted and again.number == 4, "what was given up may be learned once more"
@@ -885,7 +885,7 @@ def damage(name, content):
         (damage("state/current.json", b'{"format": 1, "version": "2", "facts": ""}'), "of Everlearn, or damaged"),
         (damage("state/update-0002/facts.json", b"{}"), "facts.json is not the file that was written"),
         (damage("state/update-0002/method.pt", b"x"), "method.pt is not the file that was written"),
-        (damage("state/update-0002/exam-0001.safetensors", b"x"), "exam-0001.safetensors is not the file"),
+        (damage("state/update-0002/held-out-0001.safetensors", b"x"), "held-out-0001.safetensors is not the file"),
         (damage("state/update-0002/learned-0001.bin", b"x"), "learned-0001.bin is not the file"),
         (lambda: Path("state/update-0002/facts.json").unlink(), "facts.json is missing, so the state is incomplete"),
         (lambda: Path("state/update-0002/method.pt").unlink(), "method.pt is missing, so the state is incomplete"),
@@ -1154,7 +1154,7 @@ def test_words_mean_the_same_outputs_in_every_update(shop):
         second
     )
     assert torch.equal(second.held_out_sets[0].x, first.held_out_sets[0].x)
-    plain = safetensors.torch.load_file("state/update-0002/exam-0002.safetensors")["x"]
+    plain = safetensors.torch.load_file("state/update-0002/held-out-0002.safetensors")["x"]
     as_csv(shop / "c.csv", digits(2, 5, 4), NAMES)
     assert set(example_digests(plain)) <= set(example_digests(go("c.csv", again=True).held_out_sets[-1].x)), (
         "by their names"
@@ -1327,7 +1327,8 @@ def test_parquet_and_images(shop):
 
 def test_the_commands_of_the_page_are_real():
     page = (Path(__file__).parents[2] / "docs/updating.md").read_text(encoding="utf-8")
-    lines = [line.split(" > ")[0] for line in page.splitlines() if line.startswith("everlearn update --")]
+    commands = page.replace("\\\n", " ").splitlines()
+    lines = [line.split(" > ")[0] for line in commands if line.startswith("everlearn update --")]
     for line in lines:
         _, bound, _ = app.parse_args(line.split()[1:], exit_on_error=False, print_error=False)
         assert bound.kwargs["options"].model == "shop.models:make_model"

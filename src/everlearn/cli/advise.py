@@ -24,7 +24,7 @@ from everlearn.experiments.advice import (
 )
 from everlearn.experiments.parsing import UsageError, explain
 from everlearn.experiments.recorded import load_recorded
-from everlearn.results.report.rows import spread
+from everlearn.results.report.rows import mean_and_std
 
 YesNo = Literal["yes", "no"]
 QUESTIONS = {
@@ -268,7 +268,7 @@ def _format_result(result: Measured, needs: Needs) -> str:
     ]
     notes = [", ".join(note) for note in ([result.title, seeds], references, settings) if note]
     scenario = "" if needs.scenario else f"{result.scenario}-incremental: "
-    return f"{scenario}{spread(result.accuracies)} % in {result.table} {result.cell} ({'; '.join(notes)})"
+    return f"{scenario}{mean_and_std(result.accuracies)} % in {result.table} {result.cell} ({'; '.join(notes)})"
 
 
 def _weakness_numbers(advice: Advice, needs: Needs) -> str:

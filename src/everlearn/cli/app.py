@@ -23,7 +23,7 @@ from everlearn.experiments.executors import outcomes
 from everlearn.experiments.grid import Grid, GridRun, grid_runs, read_grid
 from everlearn.experiments.parsing import UsageError, explain
 from everlearn.methods import METHODS
-from everlearn.results.report.serve import server
+from everlearn.results.report.serve import create_server
 from everlearn.results.report.table import overview, table
 from everlearn.results.report.write import Format, write
 from everlearn.results.result import Result, result_files
@@ -227,7 +227,7 @@ def watch(folder: Path, *, port: int = 0, refresh: Annotated[int, Field(ge=1)] =
         port: Port to serve on; 0 selects a free one.
         refresh: Seconds after which the page reloads.
     """
-    with server(folder, port, refresh) as page:
+    with create_server(folder, port, refresh) as page:
         print(f"The report of {printable(str(folder))} is at {page.url} (Ctrl-C to end).", flush=True)
         try:
             page.serve_forever()

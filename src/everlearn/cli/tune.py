@@ -19,8 +19,8 @@ from everlearn.experiments.executors import Outcome, outcomes
 from everlearn.experiments.grid import Grid, GridRun, grid_runs, optimizer
 from everlearn.experiments.parsing import UsageError, look_up, parse_settings, split_list
 from everlearn.methods import METHODS
-from everlearn.results.report.table import columns
-from everlearn.results.result import amount, readable
+from everlearn.results.report.table import align_columns
+from everlearn.results.result import format_score, slugify
 from everlearn.runtime import files
 from everlearn.trainer import CheckpointEvery
 from everlearn.trainer.settings import Training
@@ -93,7 +93,7 @@ def run_studies(grid: TuneGrid, options: TuneOptions) -> None:
     for run in runs:
         run = replace(run, num_first_tasks=options.first)
         streams = [replace(run, seed=seed).build_stream() for seed in range(grid.seeds)]
-        folder = grid.out / readable(run.stream, run.scenario, label(run.method))
+        folder = grid.out / slugify(run.stream, run.scenario, label(run.method))
         try:
             tuned = _run_study(run, streams, options, field_ranges, folder)
         except WorkerLost as error:
@@ -241,6 +241,6 @@ def _trials_table(tuned: Tuned, score_name: str) -> str:
     for trial in sorted(tuned.trials, key=lambda trial: (trial.score is None, -(trial.score or 0))):
         values = [f"{value:.4g}" if isinstance(value, float) else str(value) for value in trial.values.values()]
         scores = (trial.score, trial.old, trial.new)
-        score_texts = ["–" if score is None else amount(score, score_name) for score in scores]
+        score_texts = ["–" if score is None else format_score(score, score_name) for score in scores]
         rows.append([*values, *score_texts, trial.failure.split(":")[0]])
-    return columns(rows)
+    return align_columns(rows)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from everlearn.core.task import Scenario
 
-Family = Literal["reference", "regularisation", "replay", "isolation", "growth"]
+Family = Literal["reference", "regularization", "replay", "isolation", "growth"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from everlearn.experiments.parsing import look_up, split_list
 from everlearn.integrations.mlflow import MLflow
 from everlearn.integrations.tensorboard import TensorBoard
 from everlearn.integrations.wandb import WandB
-from everlearn.results.result import Result, amount
+from everlearn.results.result import Result, format_score
 from everlearn.trainer.trackers import Tracker
 
 TRACKERS: dict[str, Callable[[], Tracker]] = {"tensorboard": TensorBoard, "mlflow": MLflow, "wandb": WandB}
@@ -61,7 +61,7 @@ class Lines:
         run_name = (
             f"{config['method']} ({config['stream']['name']}, {config['scenario']}-incremental, seed {config['seed']})"
         )
-        score = amount(numbers["accuracy/so far"], config["score"])
+        score = format_score(numbers["accuracy/so far"], config["score"])
         print(
             f"{run_name}: task {tasks_learned} of {num_tasks}, {self._loss}so far {score}, "
             f"{elapsed:.0f} s, about {remaining:.0f} s left",

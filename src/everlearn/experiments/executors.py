@@ -53,16 +53,16 @@ def outcomes(
 
     Args:
         runs: the runs.
-        workers: number of processes; results are the same, bit for bit, for any number. On a cluster, the maximum number
-            of jobs at a time, where 1 means no limit.
+        workers: number of processes; results are the same, bit for bit, for any number. On a cluster, the maximum
+            number of jobs at a time, where 1 means no limit.
         threads: torch threads per process.
         force: whether to repeat runs whose results exist.
         cluster: cluster to run on, instead of this machine.
     """
     if (workers > 1 or cluster) and world_size() > 1:
         raise UsageError(
-            "--workers and --cluster start processes of their own: leave them out under torchrun, whose processes share "
-            "every run."
+            "--workers and --cluster start processes of their own: leave them out under torchrun, whose processes "
+            "share every run."
         )
     if not runs:
         return

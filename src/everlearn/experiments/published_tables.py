@@ -45,8 +45,8 @@ class Row(BaseModel):
 class Table(BaseModel):
     """A published table with its protocol.
 
-    ``spread`` is what the source prints after its means, which are taken over ``runs`` runs. ``quick`` holds the options
-    of a smoke test.
+    ``spread`` is what the source prints after its means, which are taken over ``runs`` runs. ``quick`` holds the
+    options of a smoke test.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)

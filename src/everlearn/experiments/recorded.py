@@ -1,4 +1,4 @@
-"""Recorded results of published tables, written by ``everlearn reproduce --record`` and quoted by ``everlearn advise``."""
+"""Recorded results of published tables: written by ``everlearn reproduce --record``, quoted by ``everlearn advise``."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ import math
 import os
 import platform
 import re
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -17,8 +18,8 @@ from tqdm.auto import tqdm
 from everlearn.experiments.executors import outcomes
 from everlearn.experiments.grid import grid_runs
 from everlearn.experiments.published_tables import Cell, Table, read_table, select_cells, table_names
-from everlearn.results.report.rows import spread
-from everlearn.results.report.table import columns
+from everlearn.results.report.rows import mean_and_std
+from everlearn.results.report.table import align_columns
 from everlearn.results.result import Result
 from everlearn.runtime import files
 
@@ -27,11 +28,12 @@ CellRuns = tuple[Cell, Runs]
 
 RECORD_KEYS = {"accuracy", "seconds", "time", "commit", "torch", "threads"}
 COLUMN_TITLES = ["cell", "published", "Everlearn", "seeds", "difference", "tolerance", "verdict"]
-PAGE_INTRODUCTION = (
-    "Made by `everlearn reproduce TABLE --record docs/results`; do not edit. A cell is *within* if the mean over our "
-    "seeds is no farther from the published mean than 1.5 points or two published standard deviations, whichever is "
-    "more. *Above* is better than that, *miss* worse."
-)
+PAGE_WIDTH = 118  # characters per line of the page
+PAGE_INTRODUCTION = """\
+This page is written by `everlearn reproduce TABLE --record docs/results`; do not edit it.
+
+A cell is *within* tolerance if our mean over seeds differs from the published mean by at most 1.5 points or two \
+published standard deviations, whichever is larger. *Above* is better than that, and *miss* is worse."""
 
 
 def run_cells(
@@ -106,7 +108,7 @@ def format_table(name: str, table: Table, cell_runs: Sequence[CellRuns], quick: 
     rows = [_table_row(cell, runs, quick) for cell, runs in cell_runs]
     title = f"{name}: {table.title} ({table.source}); average accuracy in %, mean ± standard deviation"
     summary = "Quick: not the protocol." if quick else _count_verdicts(cell_runs)
-    return "\n".join([title, columns([COLUMN_TITLES, *rows]), "", summary])
+    return "\n".join([title, align_columns([COLUMN_TITLES, *rows]), "", summary])
 
 
 def _table_row(cell: Cell, runs: Runs, quick: bool = False) -> list[str]:
@@ -124,7 +126,7 @@ def _table_row(cell: Cell, runs: Runs, quick: bool = False) -> list[str]:
     return [
         cell.name,
         published,
-        spread(accuracies),
+        mean_and_std(accuracies),
         str(len(accuracies)),
         f"{difference:+.1f}",
         tolerance,
@@ -214,11 +216,14 @@ def page(folder: Path) -> Path:
         cell_runs = [(cell, recorded_runs(cell, table_record)) for cell in select_cells(name)]
         machines = sorted({table_record[cell.name]["machine"] for cell, runs in cell_runs if runs})
 
-        summaries.append(f"- [{name}](#{_heading_anchor(name, table)}), {table.title}: {_count_verdicts(cell_runs)}")
+        link = f"[{name}](#{_heading_anchor(name, table)})"
+        summaries.append(f"- {link}, {table.title}: {_count_verdicts(cell_runs)}")
         sections += _page_section(name, table, cell_runs, machines)
 
     target = folder.with_suffix(".md")
-    parts = ["# Published tables, and ours", PAGE_INTRODUCTION, "\n".join(summaries), *sections]
+    introduction = _wrap_paragraphs(PAGE_INTRODUCTION)
+    summary_list = _wrap_paragraphs("\n".join(summaries))
+    parts = ["# Published tables, and ours", introduction, summary_list, *sections]
     files.write(target, ("\n\n".join(parts) + "\n").encode())
     return target
 
@@ -234,7 +239,8 @@ def _page_section(name: str, table: Table, cell_runs: Sequence[CellRuns], machin
     table_lines = ["| " + " | ".join(row) + " |" for row in [COLUMN_TITLES, ["---"] * len(COLUMN_TITLES), *rows]]
     paragraphs = [
         f"## {name}: {table.title}",
-        f"{table.source}. {' '.join(table.protocol.split())}",
+        f"{table.source}.",
+        _format_protocol(table.protocol),
         f"```sh\neverlearn reproduce {name} --seeds 3\n```",
         "\n".join(table_lines),
         _count_verdicts(cell_runs),
@@ -242,10 +248,38 @@ def _page_section(name: str, table: Table, cell_runs: Sequence[CellRuns], machin
 
     explanations = [f"- **{cell.name}**: {cell.known}" for cell, runs in cell_runs if cell.known and runs]
     if explanations:
-        paragraphs.append("\n".join(explanations))
+        paragraphs.append(_wrap_paragraphs("\n".join(explanations)))
 
-    paragraphs.append(_describe_runs([run for _, runs in cell_runs for run in runs.values()], machines))
+    all_runs = [run for _, runs in cell_runs for run in runs.values()]
+    paragraphs.append(_wrap_paragraphs(_describe_runs(all_runs, machines)))
     return paragraphs
+
+
+def _format_protocol(protocol: str) -> str:
+    """Wrap the lines of a protocol, with a blank line before its list."""
+    text = _wrap_paragraphs(protocol.strip())
+    introduction, dash, items = text.partition("\n- ")
+    if not dash:
+        return text
+    return f"{introduction}\n\n- {items}"
+
+
+def _wrap_paragraphs(text: str) -> str:
+    """Wrap each line of Markdown text; a list item continues under its text.
+
+    >>> _wrap_paragraphs("- " + 30 * "word ").splitlines()[1]
+    '  word word word word word word word'
+    """
+    lines = []
+    for paragraph in text.splitlines():
+        indent = "  " if paragraph.startswith("- ") else ""
+        # A number and its percent sign stay on one line.
+        joined = paragraph.replace(" %", "\N{NO-BREAK SPACE}%")
+        wrapped = textwrap.wrap(
+            joined, PAGE_WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        )
+        lines += [line.replace("\N{NO-BREAK SPACE}", " ") for line in wrapped] or [""]
+    return "\n".join(lines)
 
 
 def _describe_runs(runs: Sequence[dict[str, Any]], machines: Sequence[str]) -> str:
@@ -259,6 +293,6 @@ def _describe_runs(runs: Sequence[dict[str, Any]], machines: Sequence[str]) -> s
     minutes = sum(run["seconds"] for run in runs) / 60
     return (
         f"Run on {period} with torch {torch_versions} on {'; '.join(machines)}, "
-        f"{max(run['threads'] for run in runs)} thread a run; {minutes:.0f} minutes in all, {len(runs)} runs, "
+        f"{max(run['threads'] for run in runs)} thread per run; {minutes:.0f} minutes in total, {len(runs)} runs, "
         f"by commit{'s' * (len(commits) > 1)} {', '.join(commits)}."
     )

@@ -1,4 +1,4 @@
-"""Memory: a bounded number of rows kept to be seen again, and the policies that choose which."""
+"""Memory: a bounded number of rows for replay, and the policies that select them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everlearn.memory.quotas import Groups, Integers, herding_order
-from everlearn.memory.storage import Columns
+from everlearn.memory.quotas import GroupQuotas, Integers, herding_order
+from everlearn.memory.storage import RowStorage
 from everlearn.runtime.randomness import generator
 
 Policy = Literal["reservoir", "balanced", "ring", "herding"]
@@ -23,34 +23,33 @@ __all__ = ["Memory", "herding_order"]
 
 @dataclass(eq=False)
 class Memory:
-    """Rows of named tensors, at most ``capacity`` of them, copied when they are added.
+    """Replay buffer: at most ``capacity`` rows of named tensors, which are copied when they are added.
 
-    A column is a tensor with one entry per row, a dict or tuple of such tensors, or None where there is nothing to
-    keep. Names, shapes and dtypes are those of the first rows. Every call of ``add`` counts its rows as new: an
-    example that is added in every epoch is seen as often, and may be kept more than once. Draws come from a generator of the
-    memory's own.
+    A column is a tensor with one entry per row, a dict or tuple of such tensors, or None. Names, shapes and dtypes are
+    those of the first rows. Every call of ``add`` counts its rows as new: an example that is added in every epoch
+    counts every time and may be stored more than once. Random draws come from the memory's own generator.
 
-        reservoir   every row seen is here with the same probability, capacity / seen (Vitter, 1985): row n, counted
-                    from 0, draws j from {0 … n} and takes place j if there is one; the first rows lie in order
-        balanced    equal shares for all groups; of its group every row seen is here with the same probability
-        ring        equal shares for all groups; of its group the last rows seen
-        herding     equal shares for all groups; of its group the rows whose mean follows the group's, ``herding_order``
+        reservoir   every row seen is stored with equal probability, capacity / seen (Vitter, 1985): row n, counted
+                    from 0, draws j from {0 … n} and is stored at position j if j < capacity; the first rows in order
+        balanced    equal quotas for all groups; within a group every row seen is stored with equal probability
+        ring        equal quotas for all groups; within a group the most recent rows are stored
+        herding     equal quotas for all groups; within a group the first rows of ``herding_order`` are stored
 
-    Room that a group does not need serves the others until it does. What equal shares leave over goes to groups drawn
-    by lot; so do all places where there are more groups than rows.
+    Capacity that a group does not fill is available to the others until it does. The remainder of the division goes to
+    groups drawn at random; so does the entire capacity if there are more groups than rows.
 
     Args:
-        capacity: the most rows.
-        policy: which rows stay.
-        by: the column of integers whose values make the groups, or several: ``("t", "y")`` for each task's classes.
+        capacity: maximum number of rows.
+        policy: which rows are stored.
+        by: the integer column whose values define the groups, or several: ``("t", "y")`` for each task's classes.
             By default ``"t"`` for ring and ``"y"`` for balanced and herding.
-        each: the most rows of one group; by default as many as there is room for.
-        growing: columns whose rows may become longer in the last dimension, as logits do with a growing head. Where a
-            row was shorter it is NaN: ``logits.isfinite()`` tells what was stored.
-        seed: of the memory's draws.
-        device: where rows are kept; by default the CPU.
-        folder: keep rows memory-mapped in files here, for more than fits in RAM. The files have no names and vanish
-            with the memory; ``state_dict`` is what lasts.
+        each: maximum number of rows per group; by default limited by the capacity alone.
+        growing: columns whose rows may become longer in the last dimension, as logits do with a growing head. Shorter
+            rows are padded with NaN: ``logits.isfinite()`` marks what was stored.
+        seed: seed of the random draws.
+        device: where rows are stored; by default the CPU.
+        folder: store rows in memory-mapped files in this folder, for more than fits in RAM. The files have no names
+            and are deleted together with the memory; ``state_dict`` saves their content.
 
     >>> memory = Memory(capacity=3)
     >>> memory.add(x=torch.rand(10, 2), y=torch.arange(10))
@@ -70,84 +69,119 @@ class Memory:
     folder: str | Path | None = None
 
     def __post_init__(self) -> None:
-        self._check()
+        self._check_settings()
         self.seen = 0
-        self._columns = Columns(self.capacity, self.growing, self.device, self.folder)
+        self._storage = RowStorage(self.capacity, self.growing, self.device, self.folder)
         self._generator = generator(self.seed, "memory")
-        by = GROUPED_BY[self.policy] if self.by is None else (self.by,) if isinstance(self.by, str) else tuple(self.by)
-        each = self.capacity if self.each is None else min(self.each, self.capacity)
-        try:
-            self._groups = Groups(by, self.capacity, each, self.seed) if by else None
-        except MemoryError as error:
-            raise ValueError(
-                f"Memory.capacity: got {self.capacity:,}, and there is no room for the numbers of so many rows: lower it."
-            ) from error
+        self._quotas = self._make_quotas()
 
-    def _check(self) -> None:
-        for name, value in (("capacity", self.capacity), ("each", 1 if self.each is None else self.each)):
+    def _check_settings(self) -> None:
+        counts = {"capacity": self.capacity}
+        if self.each is not None:
+            counts["each"] = self.each
+        for name, value in counts.items():
             if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
                 raise ValueError(f"Memory.{name}: got {value!r}, allowed: a whole number of rows, 1 or more.")
+
         if self.policy not in get_args(Policy):
             raise ValueError(f"Memory.policy: got {self.policy!r}, allowed: {', '.join(get_args(Policy))}.")
         if self.policy == "reservoir" and (self.by is not None or self.each is not None):
             raise ValueError("A reservoir has no groups: leave out Memory.by and Memory.each, or choose 'balanced'.")
         if self.folder is not None and torch.device(self.device or "cpu").type != "cpu":
-            raise ValueError(f"Rows lie on {self.device} or in a folder, not both: leave out one of the two.")
+            raise ValueError(
+                "Memory stores rows on a device or in a folder, not both: got "
+                f"device={self.device} and folder={self.folder}; leave one out."
+            )
+
+    def _make_quotas(self) -> GroupQuotas | None:
+        """Create the quotas of the groups; None for a reservoir, which has no groups."""
+        group_columns = GROUPED_BY[self.policy]
+        if isinstance(self.by, str):
+            group_columns = (self.by,)
+        elif self.by is not None:
+            group_columns = tuple(self.by)
+        if not group_columns:
+            return None
+
+        max_per_group = self.capacity
+        if self.each is not None:
+            max_per_group = min(self.each, self.capacity)
+        try:
+            return GroupQuotas(group_columns, self.capacity, max_per_group, self.seed)
+        except MemoryError as error:
+            raise ValueError(
+                f"Memory.capacity: got {self.capacity:,}, more rows than this machine can index: lower it."
+            ) from error
 
     def __len__(self) -> int:
-        return self._columns.filled
+        return self._storage.num_rows
 
     def __getitem__(self, name: str) -> Any:
-        """One column, the rows themselves and not a copy: to compare and count, not to write into."""
-        return self._columns[name]
+        """Return a column without copying it: to compare and count, not to write into."""
+        return self._storage[name]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all places, filled or not, from the first rows on; more only if a column grows."""
-        return self._columns.nbytes + (0 if self._groups is None else self._groups.nbytes)
+        """Bytes allocated for all positions, filled or not; constant from the first rows on unless a column grows."""
+        if self._quotas is None:
+            return self._storage.nbytes
+        return self._storage.nbytes + self._quotas.nbytes
 
     def add(self, *, features: Tensor | None = None, **columns: Any) -> None:
-        """Rows that are new; the policy decides which are kept and which make room for them.
+        """Offer new rows; the policy decides which are stored and which rows they replace.
 
         Args:
-            features: for herding: what the model makes of each row. They are not kept. Give all rows of a group at
-                once; of two calls the first choices of both go before their second.
+            features: the model's features of each row, for herding; not stored. Give all rows of a group at once: with
+                two calls, the first choices of both have precedence over the second choices.
             columns: the rows, by name; always the same names.
         """
         if (features is None) == (self.policy == "herding"):
             raise ValueError("Features are for policy='herding', which needs them: add(features=…, x=…, y=…).")
-        leaves, count = self._columns.fitting(columns)
+        leaves, count = self._storage.match_columns(columns)
         if not count:
             return
-        if self._groups is None:
-            rows, places = self._reservoir(count)
-            self._columns.write(leaves, rows, places)
+
+        if self._quotas is None:
+            rows, positions = self._select_reservoir(count)
+            self._storage.write(leaves, rows, positions)
         else:
-            groups, quota = self._groups.find(columns, count)
-            rows, places = self._groups.choose(groups, self._ranks(groups, quota, features), quota, len(self))
-            self._columns.write(leaves, rows, places)  # may refuse: then nothing is to be entered
-            self._groups.commit()
+            groups, num_seen = self._quotas.assign_groups(columns, count)
+            quotas = self._quotas.compute_quotas(num_seen)
+            ranks = self._rank_rows(groups, quotas, features)
+            selection = self._quotas.select(groups, ranks, quotas, len(self))
+
+            # Writing may raise: the quotas are updated only after it.
+            self._storage.write(leaves, selection.rows, selection.positions)
+            self._quotas.commit(selection, num_seen)
         self.seen += count
 
     def sample(self, n: int, where: Tensor | None = None) -> dict[str, Any]:
-        """So many different rows drawn at random, or all if there are fewer; an empty dict if there are none.
+        """Draw rows at random without replacement.
 
-        Two calls are independent draws. What is returned is a copy, on the memory's device.
+        Two calls are independent draws.
 
         Args:
-            n: how many.
-            where: draw among these rows only: a mask such as ``memory["t"] != 3``.
+            n: number of rows; all if there are fewer.
+            where: draw only among these rows: a mask such as ``memory["t"] != 3``.
+
+        Returns:
+            A copy of the columns on the memory's device; an empty dict if there are no rows.
         """
         if n < 1:
             raise ValueError(f"sample: got n={n}, allowed: 1 or more.")
-        among = None if where is None else self._indices(where)
-        size = len(self) if among is None else len(among)
-        drawn = _distinct(min(n, size), size, self._generator)
-        return self._columns.at(drawn if among is None else among[drawn])
+        if where is None:
+            size = len(self)
+            return self._storage.select(_sample_indices(min(n, size), size, self._generator))
+
+        candidates = self._indices(where)
+        size = len(candidates)
+        return self._storage.select(candidates[_sample_indices(min(n, size), size, self._generator)])
 
     def rows(self, where: Tensor | None = None) -> dict[str, Any]:
-        """A copy of all rows, or of those a mask selects, as they lie; an empty dict if there are none."""
-        return self._columns.at(torch.arange(len(self)) if where is None else self._indices(where))
+        """Copy all rows, or those that a mask selects, in storage order; an empty dict if there are none."""
+        if where is None:
+            return self._storage.select(torch.arange(len(self)))
+        return self._storage.select(self._indices(where))
 
     def _indices(self, mask: Tensor) -> Tensor:
         if mask.dtype != torch.bool or mask.shape != (len(self),):
@@ -158,32 +192,50 @@ class Memory:
         return mask.nonzero().flatten()
 
     def state_dict(self) -> dict[str, Any]:
-        """Rows, counters and random state, as ``torch.load(weights_only=True)`` reads them.
+        """Return rows, counters and random state, as ``torch.load(weights_only=True)`` reads them.
 
-        A copy; but not of rows in a folder, which may not fit in RAM: save those before adding more.
+        Rows are copied, except those in a folder, which may not fit in RAM: save these before adding more.
         """
-        groups = {} if self._groups is None else self._groups.state_dict(len(self))
-        rows, source = self._columns.state_dict(), self._generator.get_state()
-        return {**self._settings(), "seen": self.seen, "generator": source, "rows": rows, "groups": groups}
+        groups = {}
+        if self._quotas is not None:
+            groups = self._quotas.state_dict(len(self))
+        return {
+            **self._settings(),
+            "seen": self.seen,
+            "generator": self._generator.get_state(),
+            "rows": self._storage.state_dict(),
+            "groups": groups,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a copy of the rows, counters and random state of a memory of the same capacity and policy."""
-        for name, own in self._settings().items():
-            if state.get(name) != own:
-                raise ValueError(f"This state is of a memory with {name}={state.get(name)!r}, this one has {own!r}.")
+        """Load a copy of the rows, counters and random state of a memory of the same capacity and policy."""
+        for name, value in self._settings().items():
+            if state.get(name) != value:
+                raise ValueError(f"This state is of a memory with {name}={state.get(name)!r}, this one has {value!r}.")
+
         self.__post_init__()
         self.seen = int(state["seen"])
         self._generator.set_state(state["generator"].cpu())
-        self._columns.load_state_dict(state["rows"])
-        if self._groups is not None:
-            self._groups.load_state_dict(state["groups"])
+        self._storage.load_state_dict(state["rows"])
+        if self._quotas is not None:
+            self._quotas.load_state_dict(state["groups"])
 
     def _settings(self) -> dict[str, Any]:
-        by, each = ((), self.capacity) if self._groups is None else (self._groups.by, self._groups.each)
-        return {"capacity": int(self.capacity), "policy": self.policy, "by": list(by), "each": int(each)}
+        """Return the settings that a state must share, with defaults filled in."""
+        group_columns: list[str] = []
+        max_per_group = self.capacity
+        if self._quotas is not None:
+            group_columns = list(self._quotas.group_columns)
+            max_per_group = self._quotas.max_per_group
+        return {
+            "capacity": int(self.capacity),
+            "policy": self.policy,
+            "by": group_columns,
+            "each": int(max_per_group),
+        }
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickle and deepcopy: two memories never share a file."""
+        """Return the state for pickle and deepcopy: copies never share a file."""
         return {f.name: getattr(self, f.name) for f in fields(self)} | {"state": self.state_dict()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -192,49 +244,60 @@ class Memory:
         self.__post_init__()
         self.load_state_dict(state["state"])
 
-    def _reservoir(self, count: int) -> tuple[Integers, Integers]:
-        """Of so many new rows those that are kept, and their places."""
-        filled = len(self)
-        first = min(count, self.capacity - filled)
-        numbers = np.arange(self.seen + first, self.seen + count)
-        drawn = _draws(len(numbers), self._generator) % (numbers + 1)
-        rows = (drawn < self.capacity).nonzero()[0]
-        places = drawn[rows]
-        if first:
-            rows = np.concatenate([np.arange(first), first + rows])
-            places = np.concatenate([np.arange(filled, filled + first), places])
-        if len(rows) > 1:
-            places, last = np.unique(places[::-1], return_index=True)  # of two rows for one place the later one
-            rows = rows[::-1][last]
-        return rows, places
+    def _select_reservoir(self, count: int) -> tuple[Integers, Integers]:
+        """Apply the reservoir rule to new rows: return the indices of those to store, and their positions."""
+        num_rows = len(self)
+        num_appended = min(count, self.capacity - num_rows)
 
-    def _ranks(self, groups: Integers, quota: Integers, features: Tensor | None) -> Integers:
-        """How firmly each new row is to stay; of its group the highest do."""
+        # Row n draws j from {0 … n} and is stored at position j if j < capacity.
+        row_numbers = np.arange(self.seen + num_appended, self.seen + count)
+        draws = _draw_integers(len(row_numbers), self._generator) % (row_numbers + 1)
+        rows = (draws < self.capacity).nonzero()[0]
+        positions = draws[rows]
+
+        # The first rows fill empty positions in order.
+        if num_appended:
+            rows = np.concatenate([np.arange(num_appended), num_appended + rows])
+            positions = np.concatenate([np.arange(num_rows, num_rows + num_appended), positions])
+
+        # If several rows are stored at one position, the last one remains.
+        if len(rows) > 1:
+            positions, last_indices = np.unique(positions[::-1], return_index=True)
+            rows = rows[::-1][last_indices]
+        return rows, positions
+
+    def _rank_rows(self, groups: Integers, quotas: Integers, features: Tensor | None) -> Integers:
+        """Rank new rows: of each group, the rows with the highest ranks are stored."""
         if self.policy == "balanced":
-            return _draws(len(groups), self._generator)
+            return _draw_integers(len(groups), self._generator)
         if features is None:
+            # A ring stores the most recent rows.
             return np.arange(self.seen, self.seen + len(groups))
+
         if len(features) != len(groups):
             raise ValueError(f"Got features of {len(features)} rows for {len(groups)} rows: give those of each.")
         ranks = np.full(len(groups), -self.capacity)
-        for g in np.unique(groups):
-            own = (groups == g).nonzero()[0]
-            order = herding_order(features[torch.from_numpy(own).to(features.device)], int(quota[g]))
-            ranks[own[order.numpy()]] = -np.arange(len(order))
+        for group in np.unique(groups):
+            members = (groups == group).nonzero()[0]
+            member_features = features[torch.from_numpy(members).to(features.device)]
+            order = herding_order(member_features, int(quotas[group]))
+            ranks[members[order.numpy()]] = -np.arange(len(order))
         return ranks
 
 
-def _draws(count: int, source: torch.Generator) -> Integers:
-    """Integers below 2⁶³, one after another, so that it makes no difference how a stream is cut into batches."""
-    drawn: Integers = torch.empty(count, dtype=torch.int64, device="cpu").random_(generator=source).numpy()
-    return drawn
+def _draw_integers(count: int, source: torch.Generator) -> Integers:
+    """Draw integers below 2⁶³ one by one, so that the result does not depend on the batch size."""
+    draws: Integers = torch.empty(count, dtype=torch.int64, device="cpu").random_(generator=source).numpy()
+    return draws
 
 
-def _distinct(n: int, size: int, source: torch.Generator) -> Tensor:
-    """So many different numbers below size, in random order."""
+def _sample_indices(n: int, size: int, source: torch.Generator) -> Tensor:
+    """Draw n different indices below ``size``, in random order."""
     if size <= max(1000, 4 * n):
         return torch.randperm(size, generator=source, device="cpu")[:n]
-    found: dict[int, None] = {}  # of a large memory few rows are wanted: draw until there are enough different ones
-    while len(found) < n:
-        found.update(dict.fromkeys(torch.randint(size, (n,), generator=source, device="cpu").tolist()))
-    return torch.tensor(list(found)[:n], device="cpu")
+
+    # A few of many: draw until enough indices differ, instead of permuting all.
+    indices: dict[int, None] = {}
+    while len(indices) < n:
+        indices.update(dict.fromkeys(torch.randint(size, (n,), generator=source, device="cpu").tolist()))
+    return torch.tensor(list(indices)[:n], device="cpu")

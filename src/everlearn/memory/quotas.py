@@ -1,10 +1,10 @@
-"""Groups with equal shares of a memory, and which of their rows stay."""
+"""Equal quotas for groups of rows in a memory, and the selection of rows within a group."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,136 +16,225 @@ from everlearn.runtime.randomness import derive
 Integers = npt.NDArray[np.int64]
 
 
-class Groups:
-    """Which row belongs to which group and how firmly it stays: the books of a memory whose groups have equal shares.
+class Selection(NamedTuple):
+    """New rows to store."""
 
-    A group's share never grows again once rows of it had to go, so the rows kept are always the highest ranks of all
-    that were ever seen of it.
+    rows: Integers  # indices into the new rows
+    positions: Integers  # where in the memory they are stored
+    groups: Integers  # the group of each
+    ranks: Integers  # the rank of each
+    rank_limits: Integers  # of all groups, see GroupQuotas
+
+
+class GroupQuotas:
+    """Group and rank of every stored row, for a memory whose groups have equal quotas.
+
+    A quota never grows again once rows of its group were discarded. Therefore the stored rows of a group always have
+    the highest ranks of all its rows seen.
+
+    Args:
+        group_columns: names of the integer columns whose values define the groups.
+        capacity: number of rows in the memory.
+        max_per_group: maximum number of rows per group.
+        seed: seed of the random order in which groups receive the remainder of the division.
     """
 
-    def __init__(self, by: tuple[str, ...], capacity: int, each: int, seed: int) -> None:
-        self.by, self.capacity, self.each, self.seed = by, capacity, each, seed
-        self.number: defaultdict[tuple[int, ...], int] = defaultdict()  # of a group, by what its rows have in common
-        self.number.default_factory = self.number.__len__
-        self.lots: list[int] = []
-        self.order = np.zeros(0, np.int64)  # by lot
-        self.seen = np.zeros(0, np.int64)
-        self.floor = np.zeros(0, np.int64)  # where a group has let rows go, its lowest rank: a row below need not try
-        self.group = np.zeros(capacity, np.int64)
-        self.rank = np.zeros(capacity, np.int64)
-        self._next: tuple[Integers, ...] = ()
+    def __init__(self, group_columns: tuple[str, ...], capacity: int, max_per_group: int, seed: int) -> None:
+        self.group_columns = group_columns
+        self.capacity = capacity
+        self.max_per_group = max_per_group
+        self.seed = seed
+
+        # A key of column values that is looked up for the first time gets the next index.
+        self.group_indices: defaultdict[tuple[int, ...], int] = defaultdict()
+        self.group_indices.default_factory = self.group_indices.__len__
+
+        # Per group. The rank limit is the lowest stored rank if rows were discarded: lower ranks cannot be stored.
+        self.tie_breakers: list[int] = []
+        self.tie_order = np.zeros(0, np.int64)
+        self.num_seen = np.zeros(0, np.int64)
+        self.rank_limits = np.zeros(0, np.int64)
+
+        # Per stored row.
+        self.row_groups = np.zeros(capacity, np.int64)
+        self.row_ranks = np.zeros(capacity, np.int64)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the books."""
-        return self.group.nbytes + self.rank.nbytes
+        """Bytes of the groups and ranks of rows."""
+        return self.row_groups.nbytes + self.row_ranks.nbytes
 
-    def find(self, columns: dict[str, Any], count: int) -> tuple[Integers, Integers]:
-        """The group of each new row, and how many rows each group may have once they have come."""
-        keys = [_integers(name, columns.get(name)) for name in self.by]
-        groups = np.fromiter(map(self.number.__getitem__, zip(*keys, strict=True)), np.int64, count)
-        if len(self.number) > len(self.lots):
-            self._draw_lots()
-        seen = np.bincount(groups, minlength=len(self.number))
-        seen[: len(self.seen)] += self.seen
-        self._next = (seen,)
-        return groups, shares(np.minimum(seen, self.each), self.capacity, self.order)
+    def assign_groups(self, columns: dict[str, Any], count: int) -> tuple[Integers, Integers]:
+        """Find the group of each new row.
 
-    def choose(self, groups: Integers, ranks: Integers, quota: Integers, filled: int) -> tuple[Integers, Integers]:
-        """Of the new rows those that are kept, and their places: of rows that go, or not filled before."""
-        new = (ranks > self.floor[groups]).nonzero()[0]
-        if not len(new):
-            self._next = (*self._next, new, new, new, self.floor)
-            return new, new
-        stored = self.group[:filled]
-        over = np.bincount(stored, minlength=len(quota)) + np.bincount(groups[new], minlength=len(quota)) > quota
-        old = over[stored].nonzero()[0]  # in a group with room for all nothing needs to be compared
-        group, rank = np.concatenate([stored[old], groups[new]]), np.concatenate([self.rank[old], ranks[new]])
-        order = np.lexsort((-rank, group))
-        group, rank = group[order], rank[order]
-        above = np.arange(len(order)) - np.searchsorted(group, group)  # how many of its group stay before it
-        stays = np.zeros(len(order), bool)
-        stays[order[above < quota[group]]] = True
-        rows, freed = new[stays[len(old) :]], old[~stays[: len(old)]]
-        places = np.concatenate([freed, np.arange(filled, filled + len(rows) - len(freed))])
-        floor, lowest = self.floor.copy(), over[group] & (above == quota[group] - 1)
-        floor[group[lowest]] = rank[lowest]
-        self._next = (*self._next, places, groups[rows], ranks[rows], floor)
-        return rows, places
+        Returns:
+            The index of the group of each new row, and the number of rows seen per group including the new ones.
+        """
+        keys = [_integer_column(name, columns.get(name)) for name in self.group_columns]
+        groups = np.fromiter(map(self.group_indices.__getitem__, zip(*keys, strict=True)), np.int64, count)
+        if len(self.group_indices) > len(self.tie_breakers):
+            self._register_groups()
 
-    def _draw_lots(self) -> None:
-        """A group's lot depends on its key alone, so it is the same whenever the group comes."""
-        self.lots += [derive(self.seed, "lot", *key) for key in list(self.number)[len(self.lots) :]]
-        self.order = np.argsort(self.lots)
-        self.floor = np.append(self.floor, np.full(len(self.lots) - len(self.floor), np.iinfo(np.int64).min))
+        num_seen = np.bincount(groups, minlength=len(self.group_indices))
+        num_seen[: len(self.num_seen)] += self.num_seen
+        return groups, num_seen
 
-    def commit(self) -> None:
-        """Enter into the books what was chosen last."""
-        self.seen, places, groups, ranks, self.floor = self._next
-        self.group[places], self.rank[places] = groups, ranks
+    def compute_quotas(self, num_seen: Integers) -> Integers:
+        """Compute how many rows each group may store, given the number of rows seen per group."""
+        return divide_capacity(np.minimum(num_seen, self.max_per_group), self.capacity, self.tie_order)
 
-    def state_dict(self, filled: int) -> dict[str, Any]:
-        """The books as tensors."""
-        books = {"seen": self.seen, "group": self.group[:filled], "rank": self.rank[:filled]}
-        keys = torch.tensor(list(self.number)).reshape(-1, len(self.by))[: len(self.seen)]
-        return {"seed": self.seed, "keys": keys, **{name: torch.tensor(book) for name, book in books.items()}}
+    def select(self, groups: Integers, ranks: Integers, quotas: Integers, num_rows: int) -> Selection:
+        """Select the new rows to store, at the positions of discarded rows or after the last row.
+
+        Args:
+            groups: group of each new row.
+            ranks: rank of each new row.
+            quotas: maximum number of rows per group.
+            num_rows: number of rows stored so far.
+        """
+        candidates = (ranks > self.rank_limits[groups]).nonzero()[0]
+        if not len(candidates):
+            return Selection(candidates, candidates, candidates, candidates, self.rank_limits)
+
+        # Only groups that exceed their quota are compared; in the others all rows fit.
+        stored_groups = self.row_groups[:num_rows]
+        num_stored = np.bincount(stored_groups, minlength=len(quotas))
+        num_candidates = np.bincount(groups[candidates], minlength=len(quotas))
+        exceeds_quota = num_stored + num_candidates > quotas
+        compared = exceeds_quota[stored_groups].nonzero()[0]
+
+        # Sort stored and new rows by group and, within a group, by descending rank.
+        joint_groups = np.concatenate([stored_groups[compared], groups[candidates]])
+        joint_ranks = np.concatenate([self.row_ranks[compared], ranks[candidates]])
+        order = np.lexsort((-joint_ranks, joint_groups))
+        joint_groups = joint_groups[order]
+        joint_ranks = joint_ranks[order]
+
+        # A row is stored if fewer rows of its group rank higher than the quota.
+        num_higher = np.arange(len(order)) - np.searchsorted(joint_groups, joint_groups)
+        is_stored = np.zeros(len(order), bool)
+        is_stored[order[num_higher < quotas[joint_groups]]] = True
+        rows = candidates[is_stored[len(compared) :]]
+        freed_positions = compared[~is_stored[: len(compared)]]
+        new_positions = np.arange(num_rows, num_rows + len(rows) - len(freed_positions))
+        positions = np.concatenate([freed_positions, new_positions])
+
+        rank_limits = self.rank_limits.copy()
+        is_lowest = exceeds_quota[joint_groups] & (num_higher == quotas[joint_groups] - 1)
+        rank_limits[joint_groups[is_lowest]] = joint_ranks[is_lowest]
+        return Selection(rows, positions, groups[rows], ranks[rows], rank_limits)
+
+    def commit(self, selection: Selection, num_seen: Integers) -> None:
+        """Record the rows of a selection, after they have been written."""
+        self.num_seen = num_seen
+        self.rank_limits = selection.rank_limits
+        self.row_groups[selection.positions] = selection.groups
+        self.row_ranks[selection.positions] = selection.ranks
+
+    def _register_groups(self) -> None:
+        """Extend the arrays per group to new groups.
+
+        The tie-breaker of a group depends on its key alone, not on when the group is first seen.
+        """
+        new_keys = list(self.group_indices)[len(self.tie_breakers) :]
+        self.tie_breakers += [derive(self.seed, "lot", *key) for key in new_keys]
+        self.tie_order = np.argsort(self.tie_breakers)
+        no_limits = np.full(len(self.tie_breakers) - len(self.rank_limits), np.iinfo(np.int64).min)
+        self.rank_limits = np.append(self.rank_limits, no_limits)
+
+    def state_dict(self, num_rows: int) -> dict[str, Any]:
+        """Return groups and ranks as tensors."""
+        # Groups of rows that were refused have an index, but no count.
+        keys = torch.tensor(list(self.group_indices)).reshape(-1, len(self.group_columns))[: len(self.num_seen)]
+        return {
+            "seed": self.seed,
+            "keys": keys,
+            "seen": torch.tensor(self.num_seen),
+            "group": torch.tensor(self.row_groups[:num_rows]),
+            "rank": torch.tensor(self.row_ranks[:num_rows]),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over the books of a memory of the same settings."""
-        self.seed = int(state["seed"])  # or the lots would be others
-        self.number.update({tuple(key): i for i, key in enumerate(state["keys"].tolist())})
-        self._draw_lots()
-        self.seen = state["seen"].cpu().numpy().copy()
-        for book, name in ((self.group, "group"), (self.rank, "rank")):
-            book[: len(state[name])] = state[name].cpu().numpy()
+        """Load the groups and ranks of a memory with the same settings."""
+        # Another seed would break ties differently.
+        self.seed = int(state["seed"])
+        self.group_indices.update({tuple(key): i for i, key in enumerate(state["keys"].tolist())})
+        self._register_groups()
+        self.num_seen = state["seen"].cpu().numpy().copy()
+        self.row_groups[: len(state["group"])] = state["group"].cpu().numpy()
+        self.row_ranks[: len(state["rank"])] = state["rank"].cpu().numpy()
 
 
-def shares(wanted: Integers, capacity: int, order: Integers) -> Integers:
-    """Equal shares of the capacity, none larger than wanted; what is left over goes to the first in the order.
+def divide_capacity(wanted: Integers, capacity: int, tie_order: Integers) -> Integers:
+    """Divide a capacity into equal quotas, none larger than wanted.
 
-    >>> shares(np.array([9, 1, 9]), 8, order=np.array([2, 1, 0]))
+    Args:
+        wanted: upper limit of each quota.
+        capacity: sum of the quotas, unless less is wanted.
+        tie_order: the order in which groups receive the remainder.
+
+    >>> divide_capacity(np.array([9, 1, 9]), 8, tie_order=np.array([2, 1, 0]))
     array([3, 1, 4])
     """
     if wanted.sum() <= capacity:
         return wanted
+
+    # The level is the quota of all groups that want more: what the smaller groups leave, divided equally.
     ascending = np.sort(wanted)
-    left = capacity - (np.cumsum(ascending) - ascending)  # for those who want as much or more, if the others get all
-    levels = left // np.arange(len(wanted), 0, -1)
+    remaining_capacity = capacity - (np.cumsum(ascending) - ascending)
+    levels = remaining_capacity // np.arange(len(wanted), 0, -1)
     level = int(levels[np.argmax(levels < ascending)])
-    quota = np.minimum(wanted, level)
-    quota[order[wanted[order] > level][: capacity - quota.sum()]] += 1
-    return quota
+    quotas = np.minimum(wanted, level)
+
+    remainder = capacity - quotas.sum()
+    unsatisfied = tie_order[wanted[tie_order] > level]
+    quotas[unsatisfied[:remainder]] += 1
+    return quotas
 
 
-def herding_order(features: Tensor, most: int) -> Tensor:
-    """Rows whose running mean stays nearest the mean of all, chosen greedily (iCaRL; Rebuffi et al., CVPR 2017).
+def herding_order(features: Tensor, count: int) -> Tensor:
+    """Select rows greedily whose running mean is nearest to the mean of all (iCaRL; Rebuffi et al., CVPR 2017).
 
         pₖ = argminᵢ ‖ μ - (φᵢ + φ_p₁ + … + φ_pₖ₋₁) / k ‖,   each row once
 
-    Features are taken as they are; iCaRL gives them length 1 first.
+    Features are used as given; iCaRL normalizes them to length 1 first.
 
     Args:
         features: φ, one per row.
-        most: how many rows to choose.
+        count: maximum number of rows to select.
 
-    >>> herding_order(torch.tensor([[0.0], [4.0], [5.0], [11.0]]), most=2)  # the mean is 5
+    Returns:
+        The indices p₁, p₂, … of the rows.
+
+    >>> herding_order(torch.tensor([[0.0], [4.0], [5.0], [11.0]]), count=2)  # the mean is 5
     tensor([2, 1])
     """
-    rows = features.detach().cpu().flatten(1).double()
-    if not rows.isfinite().all():
+    phi = features.detach().cpu().flatten(1).double()
+    if not phi.isfinite().all():
         raise ValueError("The features hold NaN or infinite numbers: no row is nearest their mean.")
-    mean, total, squares = rows.mean(0), torch.zeros_like(rows[0]), rows.square().sum(1)
-    chosen: list[int] = []
-    for k in range(1, min(most, len(rows)) + 1):
-        i = int((squares - 2 * (rows @ (k * mean - total))).argmin())  # k² ‖…‖², less what is the same for all
-        chosen.append(i)
-        total += rows[i]
-        squares[i] = math.inf
-    return torch.tensor(chosen, dtype=torch.int64)
+
+    mu = phi.mean(0)
+    selected_sum = torch.zeros_like(phi[0])
+    squared_norms = phi.square().sum(1)
+    selected: list[int] = []
+    for k in range(1, min(count, len(phi)) + 1):
+        # k² ‖ μ - (φᵢ + sum) / k ‖² without the terms that are equal for all i.
+        distances = squared_norms - 2 * (phi @ (k * mu - selected_sum))
+        i = int(distances.argmin())
+        selected.append(i)
+        selected_sum += phi[i]
+        squared_norms[i] = math.inf
+    return torch.tensor(selected, dtype=torch.int64)
 
 
-def _integers(name: str, column: Any) -> list[int]:
-    if isinstance(column, Tensor) and column.dim() == 1 and not column.is_floating_point():
+def _integer_column(name: str, column: Any) -> list[int]:
+    """Read a column as a list of integers, one per row."""
+    if not isinstance(column, Tensor):
+        description = type(column).__name__
+    elif column.dim() == 1 and not column.is_floating_point():
         return column.long().tolist()
-    kind = f"{column.dtype} of shape {tuple(column.shape)}" if isinstance(column, Tensor) else type(column).__name__
-    raise ValueError(f"Rows are grouped by {name}, which needs one integer per row; got {kind}. Choose Memory.by.")
+    else:
+        description = f"{column.dtype} of shape {tuple(column.shape)}"
+    raise ValueError(
+        f"Rows are grouped by {name}, which needs one integer per row; got {description}. Choose Memory.by."
+    )

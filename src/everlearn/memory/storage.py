@@ -1,4 +1,4 @@
-"""Where a memory's rows lie: on the CPU, on a device, or mapped from files."""
+"""Storage of a memory's rows: on the CPU, on a device, or in memory-mapped files."""
 
 from __future__ import annotations
 
@@ -18,103 +18,170 @@ from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_wit
 from everlearn.memory.quotas import Integers
 
 
-class Columns:
-    """Where the rows lie: places for so many, in one tensor for each tensor that the columns are made of."""
+class RowStorage:
+    """A fixed number of positions for rows, in one tensor for each tensor that the columns consist of.
+
+    Args:
+        capacity: number of positions.
+        growing: columns whose rows may become longer in the last dimension.
+        device: where the tensors are allocated; by default the CPU.
+        folder: allocate them in memory-mapped files in this folder instead.
+    """
 
     def __init__(
         self, capacity: int, growing: tuple[str, ...], device: torch.device | str | None, folder: str | Path | None
     ) -> None:
-        self.capacity, self.growing, self.device, self.folder = capacity, growing, device or "cpu", folder
-        self.filled = 0
-        self.order: list[str] = []  # of the columns
-        self.names: list[str] = []  # of the tensors in them
+        self.capacity = capacity
+        self.growing = growing
+        self.device = device or "cpu"
+        self.folder = folder
+        self.num_rows = 0
+
+        # A column is a tensor, or a dict or tuple of tensors, which are its leaves.
+        self.column_names: list[str] = []
+        self.leaf_names: list[str] = []
         self.spec: TreeSpec | None = None
         self.tensors: list[Tensor | None] = []
 
     def __getitem__(self, name: str) -> Any:
-        if not self.filled or name not in self.order:
-            known = ", ".join(self.order) if self.filled else "none before rows come"
-            raise KeyError(f"No column {name!r} in this memory; there are: {known}.")
-        if name in self.names and (tensor := self.tensors[self.names.index(name)]) is not None:
-            return tensor[: self.filled]  # nearly always: no need to put all columns together
-        return self.tree(lambda tensor: tensor[: self.filled])[name]
+        if not self.num_rows or name not in self.column_names:
+            available = "none before the first rows are added"
+            if self.num_rows:
+                available = ", ".join(self.column_names)
+            raise KeyError(f"No column {name!r} in this memory; its columns: {available}.")
+
+        # A column that is a plain tensor, as nearly all are, needs no other column to be rebuilt.
+        if name in self.leaf_names:
+            tensor = self.tensors[self.leaf_names.index(name)]
+            if tensor is not None:
+                return tensor[: self.num_rows]
+        return self.map_columns(lambda tensor: tensor[: self.num_rows])[name]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all places, filled or not."""
+        """Bytes of all positions, filled or not."""
         return sum(tensor.nbytes for tensor in self.tensors if tensor is not None)
 
-    def tree(self, part: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-        """A part of every tensor, in the structure the columns came in; nothing while there are no rows."""
-        if self.spec is None or not self.filled:
+    def map_columns(self, function: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+        """Apply a function to every tensor; return the results in the structure of the columns, {} without rows."""
+        if self.spec is None or not self.num_rows:
             return {}
-        parts = [None if tensor is None else part(tensor) for tensor in self.tensors]
-        if self.names == self.order:  # nearly always: every column a plain tensor
-            return dict(zip(self.order, parts, strict=True))
-        return tree_unflatten(parts, self.spec)  # type: ignore[no-any-return]
 
-    def at(self, index: Tensor) -> dict[str, Any]:
-        """A copy of the rows at these places, nothing if there are none."""
-        return self.tree(lambda tensor: tensor.index_select(0, index.to(tensor.device))) if len(index) else {}
+        results: list[Tensor | None] = []
+        for tensor in self.tensors:
+            results.append(None if tensor is None else function(tensor))
+        if self._has_plain_columns():
+            return dict(zip(self.column_names, results, strict=True))
+        return tree_unflatten(results, self.spec)  # type: ignore[no-any-return]
 
-    def fitting(self, columns: dict[str, Any]) -> tuple[list[Tensor | None], int]:
-        """The tensors in these columns, which must be like those that came first, and the number of rows."""
-        if not self.filled:
-            paths, self.spec = tree_flatten_with_path(columns)
-            self.names = [keystr(path[:1])[2:-2] + keystr(path[1:]) for path, _ in paths]
-            self.order = list(columns)
-        if columns.keys() != set(self.order):
-            raise ValueError(f"Got columns {', '.join(columns) or 'none'}; rows here have {', '.join(self.order)}.")
-        leaves = [columns[name] for name in self.order]
-        if self.names != self.order:  # some column is not a plain tensor
-            leaves, spec = tree_flatten({name: columns[name] for name in self.order})
-            if spec != self.spec:
-                raise ValueError("A column is not the dict or tuple it was at first: give it in the same structure.")
-        count = self._count(leaves)
-        if not self.filled:
-            self.tensors = [None if v is None else self._room(tuple(v.shape[1:]), v.dtype) for v in leaves]
+    def select(self, positions: Tensor) -> dict[str, Any]:
+        """Copy the rows at these positions; {} if there are none."""
+        if not len(positions):
+            return {}
+        return self.map_columns(lambda tensor: tensor.index_select(0, positions.to(tensor.device)))
+
+    def match_columns(self, columns: dict[str, Any]) -> tuple[list[Tensor | None], int]:
+        """Check that columns are like those of the first rows, which define names, structure, shapes and dtypes.
+
+        Returns:
+            The tensors that the columns consist of, and the number of rows.
+        """
+        if not self.num_rows:
+            self._define_columns(columns)
+        leaves = self._flatten(columns)
+        count = self._count_rows(leaves)
+        if not self.num_rows:
+            self.tensors = []
+            for leaf in leaves:
+                self.tensors.append(None if leaf is None else self._allocate(tuple(leaf.shape[1:]), leaf.dtype))
+
         for i, (leaf, tensor) in enumerate(zip(leaves, self.tensors, strict=True)):
             if leaf is None or tensor is None:
                 if leaf is not tensor:
-                    raise ValueError(f"{self.names[i]} is None for some rows only: keep it for all or for none.")
+                    name = self.leaf_names[i]
+                    raise ValueError(f"{name} is None for some rows only: give it for all rows or for none.")
             elif leaf.dtype != tensor.dtype or leaf.shape[1:] != tensor.shape[1:]:
-                self.tensors[i] = self._widened(self.names[i], tensor, leaf)
+                self.tensors[i] = self._widen(self.leaf_names[i], tensor, leaf)
         return leaves, count
 
-    def write(self, leaves: list[Tensor | None], rows: Integers, places: Integers) -> None:
-        """Copy these of the rows to these places; what is refused changes nothing."""
+    def write(self, leaves: list[Tensor | None], rows: Integers, positions: Integers) -> None:
+        """Copy rows to positions; if a row is refused, nothing is written.
+
+        Args:
+            leaves: the tensors of ``match_columns``.
+            rows: indices of the rows to copy.
+            positions: where each is stored.
+        """
         if not len(rows):
             return
-        source, target, new = torch.from_numpy(rows), torch.from_numpy(places), []
-        for name, tensor, leaf in zip(self.names, self.tensors, leaves, strict=True):
+        row_indices = torch.from_numpy(rows)
+        position_indices = torch.from_numpy(positions)
+
+        writes = []
+        for name, tensor, leaf in zip(self.leaf_names, self.tensors, leaves, strict=True):
             if tensor is None or leaf is None:
                 continue
-            chosen = leaf.detach().index_select(0, source.to(leaf.device)).to(tensor.device)
-            if chosen.is_floating_point() and math.isnan(chosen.sum()) and chosen.isnan().any():  # the sum is quicker
-                raise ValueError(f"{name} has NaN: a row that is kept would spoil every later step; leave it out.")
-            if chosen.shape[1:] != tensor.shape[1:]:
-                chosen = F.pad(chosen, (0, tensor.shape[-1] - chosen.shape[-1]), value=math.nan)
-            new.append((tensor, chosen))
-        for tensor, chosen in new:
-            tensor.index_copy_(0, target.to(tensor.device), chosen)
-        self.filled = max(self.filled, int(places.max()) + 1)
+            values = leaf.detach().index_select(0, row_indices.to(leaf.device)).to(tensor.device)
+
+            # A sum without NaN rules out NaN entries, and is faster than a mask.
+            if values.is_floating_point() and math.isnan(values.sum()) and values.isnan().any():
+                raise ValueError(
+                    f"{name} has NaN entries: replaying such a row would make every loss NaN; leave it out."
+                )
+            if values.shape[1:] != tensor.shape[1:]:
+                values = F.pad(values, (0, tensor.shape[-1] - values.shape[-1]), value=math.nan)
+            writes.append((tensor, values))
+
+        for tensor, values in writes:
+            tensor.index_copy_(0, position_indices.to(tensor.device), values)
+        self.num_rows = max(self.num_rows, int(positions.max()) + 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """The rows; a copy, if they are not in a folder."""
-        return self.tree(lambda tensor: (torch.clone if self.folder is None else _alone)(tensor[: self.filled]))
+        """Return the rows: a copy, unless they are in a folder."""
+        if self.folder is None:
+            return self.map_columns(lambda tensor: tensor[: self.num_rows].clone())
+        return self.map_columns(lambda tensor: _trim_storage(tensor[: self.num_rows]))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Copy these rows to the first places."""
-        if state:
-            leaves, count = self.fitting(state)
-            for tensor, leaf in zip(self.tensors, leaves, strict=True):
-                if tensor is not None and leaf is not None:
-                    tensor[:count] = leaf
-            self.filled = count
+        """Copy the rows of a state to the first positions."""
+        if not state:
+            return
+        leaves, count = self.match_columns(state)
+        for tensor, leaf in zip(self.tensors, leaves, strict=True):
+            if tensor is not None and leaf is not None:
+                tensor[:count] = leaf
+        self.num_rows = count
 
-    def _count(self, leaves: list[Any]) -> int:
+    def _define_columns(self, columns: dict[str, Any]) -> None:
+        """Store the names and the structure of the columns."""
+        paths, self.spec = tree_flatten_with_path(columns)
+        self.column_names = list(columns)
+
+        # keystr writes "['x']['image']": the first key loses its brackets and quotes, as in "x['image']".
+        self.leaf_names = [keystr(path[:1])[2:-2] + keystr(path[1:]) for path, _ in paths]
+
+    def _has_plain_columns(self) -> bool:
+        """Whether every column is a tensor or None, not a dict or tuple."""
+        return self.leaf_names == self.column_names
+
+    def _flatten(self, columns: dict[str, Any]) -> list[Any]:
+        """List the leaves of the columns; raises ValueError if names or structure differ from the first rows'."""
+        if columns.keys() != set(self.column_names):
+            raise ValueError(
+                f"Got columns {', '.join(columns) or 'none'}; this memory has {', '.join(self.column_names)}: give the "
+                "same ones."
+            )
+        if self._has_plain_columns():
+            return [columns[name] for name in self.column_names]
+
+        leaves, spec = tree_flatten({name: columns[name] for name in self.column_names})
+        if spec != self.spec:
+            raise ValueError("A column is another dict or tuple than in the first rows: give it in the same structure.")
+        return leaves
+
+    def _count_rows(self, leaves: list[Any]) -> int:
         counts = set()
-        for name, leaf in zip(self.names, leaves, strict=True):
+        for name, leaf in zip(self.leaf_names, leaves, strict=True):
             if isinstance(leaf, Tensor) and leaf.dim():
                 counts.add(len(leaf))
             elif leaf is not None:
@@ -128,55 +195,64 @@ class Columns:
             raise ValueError(f"Columns differ in length: {sorted(counts)}; give one entry per row in each.")
         return counts.pop()
 
-    def _room(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        whole = (self.capacity, *shape)
-        size = math.prod(whole) * dtype.itemsize
-        if self.folder is None:
-            on_cpu = torch.device(self.device).type == "cpu"
-            if on_cpu and size > _machine_memory():  # the system may promise it, and end the process once it is used
-                raise ValueError(self._too_large(size))
-            try:
-                return torch.empty(whole, dtype=dtype, device=self.device)
-            except RuntimeError as error:
-                raise ValueError(self._too_large(size)) from error
-        Path(self.folder).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=self.folder) as file:
-            if hasattr(os, "posix_fallocate") and size:
-                os.posix_fallocate(file.fileno(), 0, size)  # or a full disk would kill the process at some later write
-            mapped = np.memmap(file, np.uint8, "r+", shape=(max(size, 1),))
-        return torch.from_numpy(mapped)[:size].view(dtype).view(whole)
+    def _allocate(self, row_shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Allocate a tensor for all positions."""
+        shape = (self.capacity, *row_shape)
+        size = math.prod(shape) * dtype.itemsize
+        if self.folder is not None:
+            return self._allocate_file(Path(self.folder), shape, size, dtype)
 
-    def _too_large(self, size: int) -> str:
+        # The system may grant more memory than it has, and kill the process once it is used.
+        is_on_cpu = torch.device(self.device).type == "cpu"
+        if is_on_cpu and size > _machine_memory():
+            raise ValueError(self._too_large_message(size))
+        try:
+            return torch.empty(shape, dtype=dtype, device=self.device)
+        except RuntimeError as error:
+            raise ValueError(self._too_large_message(size)) from error
+
+    def _allocate_file(self, folder: Path, shape: tuple[int, ...], size: int, dtype: torch.dtype) -> Tensor:
+        """Allocate a tensor in a memory-mapped temporary file."""
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            # Reserve the disk space: otherwise a full disk would kill the process at a later write.
+            if hasattr(os, "posix_fallocate") and size:
+                os.posix_fallocate(file.fileno(), 0, size)
+            mapped_bytes = np.memmap(file, np.uint8, "r+", shape=(max(size, 1),))
+        return torch.from_numpy(mapped_bytes)[:size].view(dtype).view(shape)
+
+    def _too_large_message(self, size: int) -> str:
         return (
-            f"A memory of {self.capacity:,} rows such as these needs {size / 2**30:,.1f} GB on {self.device}, more than there is: "
-            "lower its capacity; Memory(folder=…) keeps rows in files."
+            f"A memory of {self.capacity:,} rows of this shape needs {size / 2**30:,.1f} GB on {self.device}, more "
+            "than is available: lower its capacity, or store rows in files with Memory(folder=…)."
         )
 
-    def _widened(self, name: str, tensor: Tensor, leaf: Tensor) -> Tensor:
-        """Room for longer rows, where they may become longer."""
+    def _widen(self, name: str, tensor: Tensor, leaf: Tensor) -> Tensor:
+        """Return a tensor with positions for longer rows, if the column may grow."""
         grows = name in self.growing and leaf.dim() > 1 and leaf.shape[1:-1] == tensor.shape[1:-1]
         if not grows or leaf.dtype != tensor.dtype or not leaf.is_floating_point():
             raise ValueError(
-                f"{name} has rows of shape {tuple(leaf.shape[1:])} and {leaf.dtype}, at first they were "
-                f"{tuple(tensor.shape[1:])} and {tensor.dtype}: give all rows one shape (sentences: pad all to one length); only floating columns in "
-                "Memory.growing may get longer."
+                f"{name} has rows of shape {tuple(leaf.shape[1:])} and {leaf.dtype}, the first rows had "
+                f"{tuple(tensor.shape[1:])} and {tensor.dtype}: give all rows the same shape (pad sentences to the "
+                "same length). Only floating-point columns in Memory.growing may become longer."
             )
         if leaf.shape[-1] <= tensor.shape[-1]:
             return tensor
-        wider = self._room(tuple(leaf.shape[1:]), leaf.dtype)
-        wider[: self.filled] = math.nan
-        wider[: self.filled, ..., : tensor.shape[-1]] = tensor[: self.filled]
-        return wider
+
+        widened = self._allocate(tuple(leaf.shape[1:]), leaf.dtype)
+        widened[: self.num_rows] = math.nan
+        widened[: self.num_rows, ..., : tensor.shape[-1]] = tensor[: self.num_rows]
+        return widened
 
 
 def _machine_memory() -> float:
-    """Bytes of memory that the machine has, infinity where it does not tell."""
+    """Return the machine's memory in bytes; infinity if the system does not report it."""
     try:
         return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     except (AttributeError, ValueError, OSError):
         return math.inf
 
 
-def _alone(part: Tensor) -> Tensor:
-    """A part of a mapped file as a tensor that ends where the part does: torch saves and copies whole storages."""
-    return torch.from_numpy(part.flatten().view(torch.uint8).numpy()).view(part.dtype).view(part.shape)
+def _trim_storage(rows: Tensor) -> Tensor:
+    """View rows of a mapped file as a tensor whose storage ends with them: torch saves and copies entire storages."""
+    return torch.from_numpy(rows.flatten().view(torch.uint8).numpy()).view(rows.dtype).view(rows.shape)

@@ -1,4 +1,4 @@
-"""All methods, by family; the table METHODS is the whole registry."""
+"""Continual-learning methods by family, and METHODS, the registry of all of them by name."""
 
 from everlearn.core.method import Method
 from everlearn.methods.baselines.freeze import Freeze

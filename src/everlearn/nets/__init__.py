@@ -1,4 +1,4 @@
-"""Small reference models; every one is a function of the shape of one input and the number of outputs."""
+"""Small reference models, created from the shape of one input and the number of outputs."""
 
 from collections.abc import Callable
 

@@ -9,7 +9,15 @@ from torch import nn
 
 
 def cnn(inputs: Sequence[int], outputs: int, channels: Sequence[int] = (32, 64), norm: bool = True) -> nn.Sequential:
-    """Blocks of 3×3 convolution, BatchNorm, ReLU and 2×2 pooling, then an average over places and a linear layer.
+    """Create a convolutional network: blocks of 3×3 convolution, BatchNorm, ReLU and 2×2 max pooling.
+
+    The last block is followed by average pooling over all positions and a linear layer.
+
+    Args:
+        inputs: shape (channels, height, width) of one image.
+        outputs: number of outputs.
+        channels: output channels of each block.
+        norm: whether blocks have BatchNorm.
 
     >>> import torch
     >>> cnn((1, 8, 8), 10)(torch.zeros(2, 1, 8, 8)).shape
@@ -19,11 +27,11 @@ def cnn(inputs: Sequence[int], outputs: int, channels: Sequence[int] = (32, 64),
         raise ValueError(f"cnn needs images of shape (channels, height, width), got inputs of shape {tuple(inputs)}.")
     blocks = [
         nn.Sequential(
-            nn.Conv2d(a, b, 3, padding=1, bias=not norm),
-            nn.BatchNorm2d(b) if norm else nn.Identity(),
+            nn.Conv2d(in_channels, out_channels, 3, padding=1, bias=not norm),
+            nn.BatchNorm2d(out_channels) if norm else nn.Identity(),
             nn.ReLU(),
             nn.MaxPool2d(2),
         )
-        for a, b in pairwise([inputs[0], *channels])
+        for in_channels, out_channels in pairwise([inputs[0], *channels])
     ]
     return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels[-1], outputs))

@@ -1,4 +1,4 @@
-"""The multi-layer perceptron."""
+"""A multi-layer perceptron."""
 
 from __future__ import annotations
 
@@ -16,9 +16,14 @@ def mlp(
     hidden: Sequence[int] = (400, 400),
     init: Literal["torch", "xavier"] = "torch",
 ) -> nn.Sequential:
-    """Linear layers with ReLU between them; images are flattened.
+    """Create a multi-layer perceptron: linear layers with ReLU between them. Images are flattened.
 
-    ``init="xavier"``: uniform weights of Glorot & Bengio (2010) and zero biases, as some papers have it, instead of torch's.
+    Args:
+        inputs: number of features, or the shape of one input.
+        outputs: number of outputs.
+        hidden: width of each hidden layer.
+        init: "torch" for torch's initialization, or "xavier" for the uniform weights of Glorot & Bengio (2010) and zero
+            biases, as in some papers.
 
     >>> mlp((1, 8, 8), 10, hidden=[32])
     Sequential(
@@ -28,9 +33,13 @@ def mlp(
       (3): Linear(in_features=32, out_features=10, bias=True)
     )
     """
-    widths = [inputs if isinstance(inputs, int) else math.prod(inputs), *hidden]
-    body = [layer for a, b in pairwise(widths) for layer in (nn.Linear(a, b), nn.ReLU())]
-    net = nn.Sequential(nn.Flatten(), *body, nn.Linear(widths[-1], outputs))
+    num_features = inputs if isinstance(inputs, int) else math.prod(inputs)
+    widths = [num_features, *hidden]
+    layers: list[nn.Module] = [nn.Flatten()]
+    for in_features, out_features in pairwise(widths):
+        layers += [nn.Linear(in_features, out_features), nn.ReLU()]
+    net = nn.Sequential(*layers, nn.Linear(widths[-1], outputs))
+
     if init == "xavier":
         for layer in net:
             if isinstance(layer, nn.Linear):

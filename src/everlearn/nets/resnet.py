@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class Block(nn.Module):
-    """Two 3×3 convolutions with BatchNorm, and a way around them."""
+    """Residual block: two 3×3 convolutions with BatchNorm, and a shortcut."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -17,19 +17,26 @@ class Block(nn.Module):
         self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
         self.norm2 = nn.BatchNorm2d(outputs)
         self.relu = nn.ReLU()
-        self.around: nn.Module = nn.Identity()
+        self.shortcut: nn.Module = nn.Identity()
         if stride != 1 or inputs != outputs:
-            self.around = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
 
     def forward(self, x: Tensor) -> Tensor:
-        """X around plus x through."""
-        through: Tensor = self.norm2(self.conv2(self.relu(self.norm1(self.conv1(x)))))
-        out: Tensor = self.relu(through + self.around(x))
-        return out
+        """Add the shortcut to the output of the convolutions."""
+        hidden = self.relu(self.norm1(self.conv1(x)))
+        residual = self.norm2(self.conv2(hidden))
+        outputs: Tensor = self.relu(residual + self.shortcut(x))
+        return outputs
 
 
 def resnet(inputs: Sequence[int], outputs: int, width: int = 20, blocks: Sequence[int] = (2, 2, 2, 2)) -> nn.Sequential:
-    """ResNet-18 with few channels, as Lopez-Paz & Ranzato (2017) use it: widths 20, 40, 80, 160.
+    """Create the reduced ResNet-18 of Lopez-Paz & Ranzato (2017), with 20, 40, 80 and 160 channels.
+
+    Args:
+        inputs: shape (channels, height, width) of one image.
+        outputs: number of outputs.
+        width: channels of the first stage; every further stage has twice as many.
+        blocks: number of residual blocks in each stage.
 
     >>> import torch
     >>> resnet((3, 32, 32), 10)(torch.zeros(2, 3, 32, 32)).shape
@@ -43,6 +50,8 @@ def resnet(inputs: Sequence[int], outputs: int, width: int = 20, blocks: Sequenc
     channels = width
     for stage, count in enumerate(blocks):
         for i in range(count):
-            layers.append(Block(channels, width * 2**stage, 2 if stage and not i else 1))
+            # The first block of every stage but the first halves the resolution.
+            stride = 2 if stage > 0 and i == 0 else 1
+            layers.append(Block(channels, width * 2**stage, stride))
             channels = width * 2**stage
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, outputs))

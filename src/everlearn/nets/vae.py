@@ -17,9 +17,9 @@ class VAE(nn.Module):
 
     Args:
         inputs: shape of one input.
-        pixels: inputs lie in [0, 1] and are read as probabilities; otherwise as numbers with Gaussian noise.
-        hidden: width of the two hidden layers on either side.
-        latent: length of z.
+        pixels: whether inputs lie in [0, 1] and p(x | z) is Bernoulli; otherwise it is Gaussian with unit variance.
+        hidden: width of the two hidden layers of encoder and decoder.
+        latent: dimension of z.
 
     >>> VAE((1, 8, 8)).sample(torch.randn(3, 100)).shape
     torch.Size([3, 1, 8, 8])
@@ -27,28 +27,43 @@ class VAE(nn.Module):
 
     def __init__(self, inputs: Sequence[int], pixels: bool = True, hidden: int = 400, latent: int = 100) -> None:
         super().__init__()
-        self.inputs, self.pixels, self.latent = tuple(inputs), pixels, latent
+        self.inputs = tuple(inputs)
+        self.pixels = pixels
+        self.latent = latent
         size = math.prod(inputs)
         self.encoder = nn.Sequential(
             nn.Flatten(), nn.Linear(size, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU()
         )
-        self.code = nn.Linear(hidden, 2 * latent)
+        self.posterior = nn.Linear(hidden, 2 * latent)  # mean and log-variance of q(z | x)
         self.decoder = nn.Sequential(
             nn.Linear(latent, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, size)
         )
 
     def loss(self, x: Tensor, noise: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Mean of -ELBO over examples, with weights that sum to 1, and inputs; z is drawn with this standard normal noise."""
-        mean, log_variance = self.code(self.encoder(x)).chunk(2, 1)
-        out = self.decoder(mean + (log_variance / 2).exp() * noise)
+        """Compute -ELBO per input dimension, averaged over examples.
+
+        Args:
+            x: the inputs.
+            noise: standard normal noise, from which z is computed.
+            weights: weights of the examples, which sum to 1; equal by default.
+        """
+        mean, log_variance = self.posterior(self.encoder(x)).chunk(2, 1)
+        z = mean + (log_variance / 2).exp() * noise
+        reconstruction = self.decoder(z)
+
         x = x.flatten(1)
-        apart = F.binary_cross_entropy_with_logits(out, x, reduction="none") if self.pixels else (out - x).square() / 2
+        if self.pixels:
+            nll = F.binary_cross_entropy_with_logits(reconstruction, x, reduction="none")
+        else:
+            nll = (reconstruction - x).square() / 2
         kl = (mean.square() + log_variance.exp() - 1 - log_variance).sum(1) / 2
-        each: Tensor = (apart.sum(1) + kl) / x.shape[1]
-        return each.mean() if weights is None else each @ weights
+        negative_elbo: Tensor = (nll.sum(1) + kl) / x.shape[1]
+        return negative_elbo.mean() if weights is None else negative_elbo @ weights
 
     @torch.no_grad()
     def sample(self, z: Tensor) -> Tensor:
-        """Inputs as they might have been."""
-        out: Tensor = self.decoder(z)
-        return (out.sigmoid() if self.pixels else out).view(-1, *self.inputs)
+        """Decode latent vectors to generated inputs."""
+        generated: Tensor = self.decoder(z)
+        if self.pixels:
+            generated = generated.sigmoid()
+        return generated.view(-1, *self.inputs)

@@ -1,10 +1,10 @@
-"""Metrics: functions of the accuracy matrix R, where R[i, j] is the accuracy on task j after learning task i.
+"""Metrics of the accuracy matrix R, where R[i, j] is the accuracy on task j after learning task i.
 
-Rows are what was learned, columns what is tested; entries right of the diagonal are of tasks not yet learned. A metric
-that compares rows is not a number (nan) where there is nothing to compare, as for joint training, which has one row.
+Each row follows the learning of a task, and each column is a tested task. Entries right of the diagonal belong to tasks
+that are not learned yet. A metric that compares rows is NaN if there is only one, as for joint training.
 
-Most metrics count every task once, whatever its size. Where tasks differ in size, that is not the accuracy over all test
-examples: ``overall_accuracy`` is, and says so by its name.
+Most metrics weight all tasks equally. If tasks differ in size, that is not the accuracy over all test examples, which
+is ``overall_accuracy``.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ Matrix = NDArray[np.float64]
 
 
 def average_accuracy(accuracy: ArrayLike) -> float:
-    """Mean over tasks after the last: 1/T Σⱼ R[T-1, j] (ACC of Lopez-Paz & Ranzato, 2017; A_T of Chaudhry et al., 2018).
+    """Mean accuracy over tasks after the last task: 1/T Σⱼ R[T-1, j].
 
-    Every task counts once, however many test examples it has; see ``overall_accuracy``.
+    ACC of Lopez-Paz & Ranzato (2017) and A_T of Chaudhry et al. (2018). All tasks have equal weight, however many test
+    examples they have; see ``overall_accuracy``.
 
     >>> average_accuracy([[1.0, 0.5], [0.4, 0.8]])
     0.6
@@ -27,28 +28,33 @@ def average_accuracy(accuracy: ArrayLike) -> float:
 
 
 def overall_accuracy(accuracy: ArrayLike, examples: ArrayLike) -> float:
-    """Share of all test examples that are answered rightly after the last task: Σⱼ nⱼ R[T-1, j] / Σⱼ nⱼ.
+    """Accuracy over all test examples after the last task: Σⱼ nⱼ R[T-1, j] / Σⱼ nⱼ.
 
-    It is what class-incremental learning is mostly reported by (Rebuffi et al., 2017: the accuracy over all classes seen), and
-    what a user of the model meets if examples come as often as in the test data.
+    Most papers on class-incremental learning report it (Rebuffi et al., 2017: the accuracy over all classes so far). It
+    is the accuracy in deployment if classes are as frequent as in the test data.
 
     Args:
         accuracy: the matrix R.
-        examples: how many test examples each task has, n.
+        examples: number of test examples of each task, n.
 
     >>> overall_accuracy([[0.9, 0.0], [0.0, 0.9]], examples=[80, 20])
     0.18
     """
-    last = _matrix(accuracy)[-1]
-    return _mean([np.average(last, weights=_counts(examples, len(last)))])
+    final_accuracy = _matrix(accuracy)[-1]
+    n = _counts(examples, len(final_accuracy))
+    return _mean([np.average(final_accuracy, weights=n)])
 
 
 def average_incremental_accuracy(accuracy: ArrayLike, examples: ArrayLike | None = None) -> float:
     """Mean over time of the accuracy on the tasks learned so far.
 
-    Tasks count equally, which makes it the mean of A_1 … A_T of Chaudhry et al. (2018). With the number of test examples of
-    each task, every example does, which is the average incremental accuracy of Rebuffi et al. (2017). The two are the same
-    where tasks are equally large.
+    Tasks have equal weight, which makes it the mean of A_1 … A_T of Chaudhry et al. (2018). If ``examples`` is given,
+    test examples have equal weight, as in the average incremental accuracy of Rebuffi et al. (2017). The two agree if
+    tasks are equally large.
+
+    Args:
+        accuracy: the matrix R.
+        examples: number of test examples of each task, n.
 
     >>> average_incremental_accuracy([[1.0, 0.5], [0.4, 0.8]])
     0.8
@@ -56,7 +62,9 @@ def average_incremental_accuracy(accuracy: ArrayLike, examples: ArrayLike | None
     0.75
     """
     r = _square(accuracy)
-    n = _counts(np.ones(len(r)) if examples is None else examples, len(r))
+    if examples is None:
+        examples = np.ones(len(r))
+    n = _counts(examples, len(r))
     return _mean([np.average(r[i, : i + 1], weights=n[: i + 1]) for i in range(len(r))])
 
 
@@ -70,9 +78,9 @@ def learning_accuracy(accuracy: ArrayLike) -> float:
 
 
 def forgetting(accuracy: ArrayLike) -> float:
-    """Mean over earlier tasks of the best accuracy since they were learned, minus the last (Chaudhry et al., 2018).
+    """Mean over earlier tasks of the best accuracy since they were learned, minus the last: max R[i, j] - R[T-1, j].
 
-    Chaudhry et al. take the best of all times, also of those before the task was learned.
+    Chaudhry et al. (2018) take the maximum over all earlier rows, including those before the task was learned.
 
     >>> forgetting([[1.0, 0.5], [0.4, 0.8]])
     0.6
@@ -82,9 +90,10 @@ def forgetting(accuracy: ArrayLike) -> float:
 
 
 def backward_transfer(accuracy: ArrayLike) -> float:
-    """What later tasks did to earlier ones: mean of R[T-1, j] - R[j, j] over j < T-1 (BWT of Lopez-Paz & Ranzato, 2017).
+    """Effect of later tasks on earlier ones: mean of R[T-1, j] - R[j, j] over j < T-1.
 
-    Díaz-Rodríguez et al. (2018) give this name to the mean of R[i, j] - R[j, j] over all i > j, which is another number.
+    BWT of Lopez-Paz & Ranzato (2017). Díaz-Rodríguez et al. (2018) give this name to a different number, the mean of
+    R[i, j] - R[j, j] over all i > j.
 
     >>> backward_transfer([[1.0, 0.5], [0.4, 0.8]])
     -0.6
@@ -94,11 +103,15 @@ def backward_transfer(accuracy: ArrayLike) -> float:
 
 
 def forward_transfer(accuracy: ArrayLike, initial: ArrayLike) -> float:
-    """What earlier tasks did for later ones: mean of R[j-1, j] minus the untrained model's accuracy on j, over j > 0.
+    """Effect of earlier tasks on later ones: mean of R[j-1, j] minus the untrained model's accuracy on j, over j > 0.
 
-    FWT of Lopez-Paz & Ranzato (2017); Díaz-Rodríguez et al. (2018) give this name to the mean of R[i, j] over all i < j. It says
-    something only where the answers of a task can be given before it is learned, so not in class-incremental learning, where
-    both numbers are 0 because the task's classes may not be named yet.
+    FWT of Lopez-Paz & Ranzato (2017). Díaz-Rodríguez et al. (2018) give this name to the mean of R[i, j] over all
+    i < j. It is meaningful only if the classes of a task can be predicted before it is learned. In class-incremental
+    learning they cannot, so both accuracies are 0.
+
+    Args:
+        accuracy: the matrix R.
+        initial: accuracy of the untrained model on each task.
 
     >>> forward_transfer([[1.0, 0.7], [0.4, 0.8]], initial=[0.5, 0.5])
     0.2
@@ -108,10 +121,14 @@ def forward_transfer(accuracy: ArrayLike, initial: ArrayLike) -> float:
 
 
 def intransigence(accuracy: ArrayLike, joint: ArrayLike) -> float:
-    """What learning in sequence costs the new task: mean of joint training's accuracy on j minus R[j, j].
+    """Cost of sequential learning for new tasks: mean of joint training's accuracy on j minus R[j, j].
 
-    Chaudhry et al. (2018) take for task j a model trained jointly on the tasks up to j; here one model trained jointly
-    on all tasks stands for every j.
+    Chaudhry et al. (2018) compare task j with a model trained jointly on the tasks up to j; here a single model trained
+    jointly on all tasks is the reference for every j.
+
+    Args:
+        accuracy: the matrix R.
+        joint: accuracy of joint training on each task.
 
     >>> intransigence([[1.0, 0.5], [0.4, 0.8]], joint=[1.0, 1.0])
     0.1
@@ -128,8 +145,10 @@ def _matrix(accuracy: ArrayLike) -> Matrix:
 
 
 def _square(accuracy: ArrayLike) -> Matrix:
+    """Return a square matrix, filled with NaN if there is not a row per task."""
     r = _matrix(accuracy)
-    return r if r.shape[0] == r.shape[1] else np.full((r.shape[1],) * 2, np.nan)
+    num_rows, num_tasks = r.shape
+    return r if num_rows == num_tasks else np.full((num_tasks, num_tasks), np.nan)
 
 
 def _counts(examples: ArrayLike, tasks: int) -> Matrix:
@@ -140,5 +159,8 @@ def _counts(examples: ArrayLike, tasks: int) -> Matrix:
 
 
 def _mean(values: ArrayLike) -> float:
-    values = np.asarray(values, dtype=np.float64)  # rounded below: 0.3, not 0.30000000000000004
-    return round(float(values.mean()), 12) + 0.0 if values.size else float("nan")
+    values = np.asarray(values, dtype=np.float64)
+    if not values.size:
+        return float("nan")
+    # Rounding gives 0.3 instead of 0.30000000000000004; adding 0.0 turns -0.0 into 0.0.
+    return round(float(values.mean()), 12) + 0.0

@@ -1,4 +1,4 @@
-"""What a result was produced by: versions, commit, time."""
+"""Provenance of a result: versions, commit, time."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ import torch
 
 from everlearn.runtime.distributed import world_size
 
+PACKAGES = ("everlearn", "torch", "numpy")
+
 
 def provenance() -> dict[str, Any]:
-    """Versions and the commit of the working folder, to do a run again as it was."""
-    packages = ("everlearn", "torch", "numpy")
+    """Record versions and the commit of the working folder, to repeat a run."""
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": {"python": platform.python_version(), **{p: version(p) for p in packages}},
+        "versions": {"python": platform.python_version(), **{package: version(package) for package in PACKAGES}},
         "threads": torch.get_num_threads(),
         "processes": world_size(),
         "platform": platform.platform(),
@@ -29,27 +30,23 @@ def provenance() -> dict[str, Any]:
 
 
 def version(package: str = "everlearn") -> str | None:
-    """The installed version of a package."""
+    """Return the installed version of a package; None if it is used from its source folder."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return None  # used from its source folder, without being installed
+        return None
 
 
 @cache
 def _commit(folder: str) -> str | None:
-    """The commit of a folder, which may be anybody's repository: what its settings would have git run is switched off."""
+    """Return the commit of a folder; None without git or outside a repository.
+
+    The repository may be untrusted, so programs that its settings would have git run are switched off.
+    """
     settings = {"core.fsmonitor": "false", "core.hooksPath": os.devnull}
-    quiet = {
-        "GIT_OPTIONAL_LOCKS": "0",
-        "GIT_ALLOW_PROTOCOL": "",
-        "GIT_TERMINAL_PROMPT": "0",
-    }  # nothing written, nothing fetched
 
     def git(*arguments: str) -> str:
-        given = {f"GIT_CONFIG_KEY_{i}": name for i, name in enumerate(settings)}
-        given |= {f"GIT_CONFIG_VALUE_{i}": value for i, value in enumerate(settings.values())}
-        environment = {**os.environ, **quiet, **given, "GIT_CONFIG_COUNT": str(len(settings))}
+        environment = {**os.environ, **_git_environment(settings)}
         command = ["git", "-C", folder, *arguments]
         return subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True, timeout=10, env=environment
@@ -61,7 +58,21 @@ def _commit(folder: str) -> str | None:
             if name.startswith("filter.") and name.endswith((".clean", ".process")):
                 settings[name] = ""
                 settings[f"{name.rpartition('.')[0]}.required"] = "false"
-        changed = git("status", "--porcelain", "--untracked-files=no", "--ignore-submodules=all")
-        return commit + (" (changed)" if changed else "")
+        changes = git("status", "--porcelain", "--untracked-files=no", "--ignore-submodules=all")
     except (OSError, subprocess.SubprocessError):
-        return None  # no git, or not a repository: a result without a commit is still a result
+        return None
+    return f"{commit} (changed)" if changes else commit
+
+
+def _git_environment(settings: dict[str, str]) -> dict[str, str]:
+    """Return environment variables with these git settings, under which git writes and fetches nothing."""
+    environment = {
+        "GIT_OPTIONAL_LOCKS": "0",
+        "GIT_ALLOW_PROTOCOL": "",
+        "GIT_TERMINAL_PROMPT": "0",
+        "GIT_CONFIG_COUNT": str(len(settings)),
+    }
+    for i, (name, value) in enumerate(settings.items()):
+        environment[f"GIT_CONFIG_KEY_{i}"] = name
+        environment[f"GIT_CONFIG_VALUE_{i}"] = value
+    return environment

@@ -1,4 +1,4 @@
-"""Results: one run is one JSON file, with the accuracy matrix and the facts that made it."""
+"""Result of a run: a JSON file with the accuracy matrix, the configuration, the cost and the provenance."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ import numpy as np
 
 from everlearn.results import format as result_format
 from everlearn.results import metrics
-from everlearn.results.format import FORMAT, measured, storable
+from everlearn.results.format import FORMAT, json_measurements, json_settings
 from everlearn.runtime import files
 from everlearn.runtime.escaping import printable
 
 
 @dataclass(eq=False, repr=False)
 class Result:
-    """One run: what was measured, what it cost, and everything needed to do it again.
+    """Result of a run: accuracies, costs, and everything needed to repeat it.
 
     Args:
-        accuracy: [i, j], on task j after learning task i; the future tasks too; nan where nobody measured.
+        accuracy: the matrix R, where R[i, j] is the accuracy on task j after learning task i, including future tasks;
+            NaN if not measured.
         config: stream, scenario, method, model, training and seed.
         initial_accuracy: accuracy of the untrained model on each task.
-        cost: seconds by purpose, peak memory, and per learned task the parameters that prediction needs (the model's and what
-            the method has added), bytes of method state, and what the method tells of itself.
+        cost: seconds by purpose, peak memory, and after each task the number of parameters that prediction needs (the
+            model's and those that the method has added), the bytes of the method's state, and its diagnostics.
         provenance: versions, commit and time.
-        examples: how many test examples each task has; empty where that was not recorded.
+        examples: number of test examples of each task; empty if not recorded.
 
     >>> r = Result(np.array([[1.0, 0.5], [0.4, 0.8]]), {"method": "L2"})
     >>> r.average_accuracy, r.forgetting
@@ -46,144 +47,163 @@ class Result:
 
     @property
     def average_accuracy(self) -> float:
-        """Every task counts once; see ``metrics.average_accuracy``."""
+        """Mean over tasks after the last task; see ``metrics.average_accuracy``."""
         return metrics.average_accuracy(self.accuracy)
 
     @property
     def overall_accuracy(self) -> float:
-        """Every test example counts once; see ``metrics.overall_accuracy``; nan where their numbers were not recorded."""
-        return metrics.overall_accuracy(self.accuracy, self.examples) if self.examples else float("nan")
+        """Accuracy over all test examples; see ``metrics.overall_accuracy``. NaN if their numbers were not recorded."""
+        if not self.examples:
+            return float("nan")
+        return metrics.overall_accuracy(self.accuracy, self.examples)
 
     @property
     def average_incremental_accuracy(self) -> float:
-        """See ``metrics.average_incremental_accuracy``."""
+        """Mean over time of the accuracy on tasks so far; see ``metrics.average_incremental_accuracy``."""
         return metrics.average_incremental_accuracy(self.accuracy)
 
     @property
     def learning_accuracy(self) -> float:
-        """See ``metrics.learning_accuracy``."""
+        """Mean accuracy on each task just after learning it; see ``metrics.learning_accuracy``."""
         return metrics.learning_accuracy(self.accuracy)
 
     @property
     def forgetting(self) -> float:
-        """See ``metrics.forgetting``."""
+        """Mean drop from the best accuracy to the last; see ``metrics.forgetting``."""
         return metrics.forgetting(self.accuracy)
 
     @property
     def backward_transfer(self) -> float:
-        """See ``metrics.backward_transfer``."""
+        """Effect of later tasks on earlier ones; see ``metrics.backward_transfer``."""
         return metrics.backward_transfer(self.accuracy)
 
     @property
     def forward_transfer(self) -> float:
-        """See ``metrics.forward_transfer``; nan where the untrained model was not measured, or no answer was allowed yet."""
+        """Effect of earlier tasks on later ones; see ``metrics.forward_transfer``.
+
+        NaN if the untrained model was not measured, or if classes could not be predicted before their task.
+        """
         stream = self.config.get("stream", {})
-        named_later = (
-            self.config.get("scenario") == "class"
-            and not stream.get("all_classes")
-            and stream.get("labels") != "shared"
-        )
-        if named_later or not self.initial_accuracy:
+        is_class_incremental = self.config.get("scenario") == "class"
+        knows_future_classes = stream.get("all_classes") or stream.get("labels") == "shared"
+        if not self.initial_accuracy or (is_class_incremental and not knows_future_classes):
             return float("nan")
         return metrics.forward_transfer(self.accuracy, self.initial_accuracy)
 
     def intransigence(self, joint: Result) -> float:
-        """Against the result of joint training on the same stream; see ``metrics.intransigence``."""
+        """Cost of sequential learning, compared with joint training; see ``metrics.intransigence``.
+
+        Args:
+            joint: the result of joint training on the same stream.
+        """
         return metrics.intransigence(self.accuracy, joint.accuracy[-1])
 
     @property
     def seconds(self) -> float:
-        """All seconds together."""
+        """Total time of the run in seconds."""
         return float(sum(self.cost.get("seconds", {}).values()))
 
     @property
     def diagnostics(self) -> list[dict[str, float]]:
-        """What the method told of itself after each task, and the number of parameters where it grew."""
-        facts: list[dict[str, float]] = self.cost.get("facts") or []
+        """Diagnostics of the method after each task, with the number of parameters if it changed."""
+        diagnostics: list[dict[str, float]] = self.cost.get("diagnostics") or []
         sizes = self.cost.get("parameters") or []
-        if len(set(sizes)) < 2 or len(sizes) != len(facts):
-            return facts
-        return [{**told, "parameters": size} for told, size in zip(facts, sizes, strict=True)]
+        if len(set(sizes)) < 2 or len(sizes) != len(diagnostics):
+            return diagnostics
+        return [{**values, "parameters": size} for values, size in zip(diagnostics, sizes, strict=True)]
 
     def __str__(self) -> str:
-        c = self.config
-        where = f"{c.get('stream', {}).get('name', '')}, {c.get('scenario', '')}-incremental, seed {c.get('seed')}"
-        name = c.get("score", "accuracy")
-        forgot = "" if np.isnan(self.forgetting) else f", forgetting {amount(self.forgetting, name)}"
-        average = amount(self.average_accuracy, name)
-        if abs(self.overall_accuracy - self.average_accuracy) >= 0.01 and name == "accuracy":  # tasks differ in size
-            average += f" over tasks ({amount(self.overall_accuracy, name)} over all test examples)"
-        return printable(f"{c['method']} ({where}): average {name} {average}{forgot}, {self.seconds:.1f} s")
+        config = self.config
+        stream_name = config.get("stream", {}).get("name", "")
+        setting = f"{stream_name}, {config.get('scenario', '')}-incremental, seed {config.get('seed')}"
+        score = config.get("score", "accuracy")
+
+        average = format_score(self.average_accuracy, score)
+        # The two averages differ if tasks differ in size.
+        if abs(self.overall_accuracy - self.average_accuracy) >= 0.01 and score == "accuracy":
+            average += f" over tasks ({format_score(self.overall_accuracy, score)} over all test examples)"
+        forgetting = ""
+        if not np.isnan(self.forgetting):
+            forgetting = f", forgetting {format_score(self.forgetting, score)}"
+        return printable(f"{config['method']} ({setting}): average {score} {average}{forgetting}, {self.seconds:.1f} s")
 
     __repr__ = __str__
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write the result into a folder, under the name its configuration gives it."""
+        """Write the result into a folder, under a name that follows from its configuration."""
         path = files.writable_folder(folder) / file_name(self.config)
-        files.write(path, self.packed())
+        files.write(path, self.to_json())
         return path
 
-    def packed(self) -> bytes:
-        """The file's bytes."""
+    def to_json(self) -> bytes:
+        """Return the content of the result file."""
         content = {
             "format": FORMAT,
-            "config": storable(self.config),
-            "accuracy": measured(self.accuracy),
-            "initial": measured(self.initial_accuracy),
-            "examples": measured(self.examples),
-            "cost": measured(self.cost),
-            "made": storable(self.provenance),
+            "config": json_settings(self.config),
+            "accuracy": json_measurements(self.accuracy),
+            "initial_accuracy": json_measurements(self.initial_accuracy),
+            "examples": json_measurements(self.examples),
+            "cost": json_measurements(self.cost),
+            "provenance": json_settings(self.provenance),
         }
         return json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False).encode(errors="backslashreplace")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Result:
-        """Read one result; a file that is not a whole one is refused by name."""
+        """Read a result file; a ValueError names a file that is not a valid result."""
         try:
             content = result_format.read(Path(path))
         except ValueError as error:
             raise ValueError(
-                f"{path} is not a whole Everlearn result ({error}): move it away; a run is done again."
+                f"{path} is not a valid Everlearn result ({error}): move it away, and the run is repeated."
             ) from None
         accuracy = np.array(content["accuracy"], dtype=np.float64)
-        initial = [float("nan") if value is None else value for value in content["initial"]]
-        return cls(accuracy, content["config"], initial, content["cost"], content["made"], content.get("examples", []))
+        initial_accuracy = [float("nan") if value is None else value for value in content["initial_accuracy"]]
+        return cls(
+            accuracy,
+            content["config"],
+            initial_accuracy,
+            content["cost"],
+            content["provenance"],
+            content.get("examples", []),
+        )
 
 
 def load(folder: str | os.PathLike[str]) -> list[Result]:
-    """All results of a folder, in the order of their file names."""
+    """Load all results of a folder, in the order of their file names."""
     return [Result.load(path) for path in result_files(folder)]
 
 
 def result_files(folder: str | os.PathLike[str]) -> list[Path]:
-    """The result files of a folder; an error says so where there are none."""
+    """List the result files of a folder; raises an error if there are none."""
     if not Path(folder).is_dir():
-        raise FileNotFoundError(f"There is no folder {folder}: make results with 'everlearn run --out {folder}' first.")
-    if not (found := sorted(p for p in Path(folder).glob("*.json") if p.is_file())):
-        raise FileNotFoundError(f"The folder {folder} holds no results: make some with 'everlearn run --out {folder}'.")
-    return found
+        raise FileNotFoundError(f"There is no folder {folder}: run 'everlearn run --out {folder}' first.")
+    paths = sorted(path for path in Path(folder).glob("*.json") if path.is_file())
+    if not paths:
+        raise FileNotFoundError(f"The folder {folder} holds no results: run 'everlearn run --out {folder}' first.")
+    return paths
 
 
-def amount(score: float, name: str) -> str:
-    """An accuracy in per cent, another score as it is.
+def format_score(score: float, name: str) -> str:
+    """Format an accuracy in percent, and any other score as a plain number.
 
-    >>> amount(0.5, "accuracy"), amount(-1.5, "minus squared error")
+    >>> format_score(0.5, "accuracy"), format_score(-1.5, "minus squared error")
     ('50.0 %', '-1.5')
     """
     return f"{100 * score:.1f} %" if name == "accuracy" else f"{score:.4g}"
 
 
 def file_name(config: dict[str, Any]) -> str:
-    """A readable name that is different for every configuration."""
+    """Return a readable file name that is unique for every configuration."""
     digest = hashlib.blake2b(json.dumps(config, sort_keys=True, default=str).encode(), digest_size=5).hexdigest()
-    name = readable(config.get("stream", {}).get("name", "stream"), config.get("scenario", ""), config["method"])
+    name = slugify(config.get("stream", {}).get("name", "stream"), config.get("scenario", ""), config["method"])
     return f"{name}-seed{config.get('seed', 0)}-{digest}.json"
 
 
-def readable(*words: Any) -> str:
-    """Words as a part of a file's name.
+def slugify(*parts: Any) -> str:
+    """Join parts to a lower-case name that is safe in file names.
 
-    >>> readable("digits", "class", "EWC(strength=10.0)")
+    >>> slugify("digits", "class", "EWC(strength=10.0)")
     'digits-class-ewc-strength-10.0'
     """
-    return "-".join(re.sub(r"[^A-Za-z0-9.]+", "-", str(word)).strip("-").lower()[:40] for word in words)
+    return "-".join(re.sub(r"[^A-Za-z0-9.]+", "-", str(part)).strip("-").lower()[:40] for part in parts)

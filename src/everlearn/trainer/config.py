@@ -14,7 +14,7 @@ from everlearn.core.chain import label
 from everlearn.core.method import Method
 from everlearn.core.stream import Stream
 from everlearn.core.task import Split, Task
-from everlearn.results.format import storable
+from everlearn.results.format import json_settings
 from everlearn.results.provenance import version
 from everlearn.runtime.distributed import world_size
 from everlearn.runtime.fingerprint import fingerprint
@@ -89,7 +89,7 @@ def configuration(
     stream_settings["tasks"] = len(stream.test_tasks)
 
     return {
-        "stream": storable(stream_settings),
+        "stream": json_settings(stream_settings),
         "scenario": stream.scenario,
         "score": stream.test_tasks[0].likelihood.score_name,
         "method": method_name,
@@ -121,7 +121,7 @@ def _training_settings(
     # In JSON's types, so that a new result and one loaded from a file have equal settings.
     new_optimizer = optimizer(list(model.parameters()))
     groups = [
-        {key: storable(value) for key, value in group.items() if isinstance(value, (int, float, tuple))}
+        {key: json_settings(value) for key, value in group.items() if isinstance(value, (int, float, tuple))}
         for group in new_optimizer.param_groups
     ]
 

@@ -21,7 +21,7 @@ from everlearn.core.method import Method
 from everlearn.core.stream import Stream
 from everlearn.core.task import Split
 from everlearn.results.provenance import provenance
-from everlearn.results.result import Result, amount, file_name
+from everlearn.results.result import Result, file_name, format_score
 from everlearn.runtime import files
 from everlearn.runtime.distributed import broadcast_object, rank
 from everlearn.runtime.randomness import derive, get_random_states, restore_random_states, seeded
@@ -214,7 +214,7 @@ def _train_remaining(stream_training: StreamTraining, name: str, progress: bool 
             stream_training.close()
             bar.update()
             if stream_training.rows:
-                bar.set_postfix_str(f"so far {amount(stream_training.average_so_far, score)}")
+                bar.set_postfix_str(f"so far {format_score(stream_training.average_so_far, score)}")
 
 
 def finished(folder: Path, config: dict[str, Any]) -> Result | None:

@@ -39,7 +39,7 @@ def optimizer_state(optimizer: Optimizer, num_initial_groups: int, model: nn.Mod
     """
     names = {id(p): name for name, p in _named_parameters(model, method).items()}
     groups = [[[names.get(id(p), ""), list(p.shape)] for p in group["params"]] for group in optimizer.param_groups]
-    return {"made": num_initial_groups, "groups": groups, "state": optimizer.state_dict()}
+    return {"num_initial_groups": num_initial_groups, "groups": groups, "state": optimizer.state_dict()}
 
 
 def rebuild_optimizer(
@@ -61,7 +61,7 @@ def rebuild_optimizer(
         return [params_by_name[name] if name else nn.Parameter(torch.zeros(shape)) for name, shape in group]
 
     groups = [find_params(group) for group in content["groups"]]
-    num_initial_groups = content["made"]
+    num_initial_groups = content["num_initial_groups"]
 
     # The factory must receive the parameters in the order of the first call.
     position = {id(p): i for i, p in enumerate(params_by_name.values())}

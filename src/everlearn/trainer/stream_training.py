@@ -84,7 +84,7 @@ class StreamTraining:
         self._device = device_of(model)
         self._clock = Clock()
         self._initial_memory = reset_peak_memory(self._device)
-        self._cost_by_task: dict[str, list[Any]] = {"parameters": [], "state_bytes": [], "facts": []}
+        self._cost_by_task: dict[str, list[Any]] = {"parameters": [], "state_bytes": [], "diagnostics": []}
         self._current_optimizer: OptimizerFactory | Optimizer = optimizer
         self._num_initial_groups = 0  # parameter groups that the optimizer's factory created
         self._checkpoints = checkpoints
@@ -110,7 +110,7 @@ class StreamTraining:
             if resumed is None:
                 self._num_initial_groups = len(task_training.optimizer.param_groups)
             else:
-                self._num_initial_groups = resumed["optimizer"]["made"]
+                self._num_initial_groups = resumed["optimizer"]["num_initial_groups"]
         self._current_optimizer = task_training.optimizer
 
         # A network that has grown within its task cannot be restored from the start of the task.
@@ -155,7 +155,7 @@ class StreamTraining:
         self.trackers.record_task(self.rows[-1], self.learned)
         self._cost_by_task["parameters"].append(count_parameters(self.model, self.method))
         self._cost_by_task["state_bytes"].append(state_bytes(self.method.state_dict()))
-        self._cost_by_task["facts"].append(self.method.diagnostics())
+        self._cost_by_task["diagnostics"].append(self.method.diagnostics())
         if self._checkpoints is not None and later_tasks:
             self._checkpoints.write(self.at, 0, self._state())
 
@@ -223,7 +223,7 @@ class StreamTraining:
         load_model(self.model, task_start["model"])
         self.method.load_state_dict(task_start["method"])
         if task_start["optimizer"] is not None:
-            self._num_initial_groups = task_start["optimizer"]["made"]
+            self._num_initial_groups = task_start["optimizer"]["num_initial_groups"]
             self._current_optimizer = rebuild_optimizer(
                 task_start["optimizer"], self.optimizer, self.model, self.method
             )

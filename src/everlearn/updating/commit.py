@@ -97,7 +97,7 @@ def accept(folder: StateFolder, deployed: DeployedModel, trained: TrainedUpdate,
         "learned": {**deployed.data_digests, trained.data_digest: update.number},
         "data": {
             "title": update.held_out_sets[-1].title,
-            "print": trained.data_digest,
+            "digest": trained.data_digest,
             "examples": len(trained.pair[1]),
         },
         "accuracy": _accuracy_facts(update),
@@ -166,17 +166,16 @@ def _version_facts(
         "classes": list(classes.names),
         "reading": asdict(deployed.reading),
         "columns": list(deployed.columns),
-        "exams": [
+        "held_out_sets": [
             {"number": held_out.number, "title": held_out.title, "examples": len(held_out)}
             for held_out in held_out_sets
         ],
         "history": history,
-        "made": run_provenance,
+        "provenance": run_provenance,
     }
 
 
 def _accuracy_facts(update: Update) -> dict[str, Any]:
-    # "exam" is the share of held-out examples, as the file format calls it.
     rules = update.rules
     return {
         "before": update.before,
@@ -186,7 +185,7 @@ def _accuracy_facts(update: Update) -> dict[str, Any]:
         "classes": [asdict(score) for score in update.classes],
         "tolerance": rules.tolerance,
         "each": rules.each,
-        "exam": rules.holdout,
+        "holdout": rules.holdout,
         "keep": rules.keep,
         "versions": rules.versions,
     }
@@ -234,7 +233,7 @@ def _old_digest_files(trained: TrainedUpdate) -> Files:
 def _report_files(update: Update, weights_name: str) -> dict[str, bytes]:
     contents = {"report.txt": f"{update}\n".encode()}
     if update.result is not None:
-        contents["result.json"] = update.result.packed()
+        contents["result.json"] = update.result.to_json()
         contents["report.html"] = html([update.result], f"Updates of {weights_name}").encode()
     return contents
 

@@ -102,7 +102,7 @@ class DeployedModel:
     def remove_unfinished(self, folder: StateFolder) -> None:
         """Delete what an interrupted update has left."""
         folder.remove_unfinished(self.latest)
-        for partial_file in files.parts(self.weights.path):
+        for partial_file in files.unfinished_files(self.weights.path):
             partial_file.unlink(missing_ok=True)
 
     def finish_interrupted(self, folder: StateFolder) -> list[str]:
@@ -195,7 +195,7 @@ def load_deployed(
 
 def held_out_file(number: int) -> str:
     """Name of the file of a held-out set."""
-    return f"exam-{number:04d}.safetensors"
+    return f"held-out-{number:04d}.safetensors"
 
 
 def learned_digest_file(number: int) -> str:
@@ -210,7 +210,7 @@ def learned_digest_files(version: Version) -> list[str]:
 
 def _read_held_out_sets(version: Version) -> list[HeldOutSet]:
     stored_sets = []
-    for entry in version.facts["exams"]:
+    for entry in version.facts["held_out_sets"]:
         content = version.read(held_out_file(entry["number"]))
         stored_sets.append(deserialize_held_out_set(entry["number"], entry["title"], content))
     return make_disjoint(stored_sets)

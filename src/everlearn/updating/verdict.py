@@ -15,7 +15,7 @@ from torch import Tensor
 
 from everlearn.core.hyperparameters import NonNegative, Range, check_field
 from everlearn.results.metrics import Matrix
-from everlearn.results.report.table import columns
+from everlearn.results.report.table import align_columns
 from everlearn.results.result import Result
 from everlearn.runtime.escaping import printable_lines
 from everlearn.updating.held_out_sets import NOT_STORED, HeldOutSet
@@ -255,7 +255,7 @@ class Update:
                 accuracy = scores.get(held_out.number)
                 cells.append("–" if accuracy is None else f"{100 * accuracy:.1f}")
             rows.append([str(held_out), f"{len(held_out):,}", *cells])
-        return columns(rows)
+        return align_columns(rows)
 
     def _format_fall(self) -> str:
         if self.fall is None:
@@ -297,7 +297,7 @@ class Update:
         for c in lost[:MAX_CLASSES_SHOWN]:
             rows.append([c.name, f"{c.examples:,}", f"{100 * c.before:.1f}", f"{100 * c.after:.1f}"])
 
-        lines = ["", columns(rows)]
+        lines = ["", align_columns(rows)]
         if len(lost) > MAX_CLASSES_SHOWN:
             lines.append(f"… and {len(lost) - MAX_CLASSES_SHOWN} more classes.")
         return [*lines, ""]

@@ -18,30 +18,34 @@ def body(model):
 @pytest.mark.parametrize("keep", [False, True])
 def test_only_the_output_layer_moves_after_the_first_task(optimizer, keep):
     stream = streams.digits("class")
-    model, method = nets.cnn(stream.inputs, stream.outputs, channels=(4, 8)), Freeze()
+    model = nets.cnn(stream.inputs, stream.outputs, channels=(4, 8))
+    method = Freeze()
     first = train(model, method, stream[0], optimizer=optimizer)
-    before, head = body(model), model[-1].weight.detach().clone()
+    old_body = body(model)
+    old_head = model[-1].weight.detach().clone()
     for task in stream.tasks[1:3]:
         train(model, method, task, optimizer=first.optimizer if keep else optimizer)
-    after = body(model)
-    assert any(k.endswith("running_mean") for k in before), "the model has running statistics to hold"
-    assert all(torch.equal(before[k], after[k]) for k in before)
-    assert not torch.equal(head, model[-1].weight)
+    new_body = body(model)
+    assert any(k.endswith("running_mean") for k in old_body), "the model has running statistics to freeze"
+    assert all(torch.equal(old_body[k], new_body[k]) for k in old_body)
+    assert not torch.equal(old_head, model[-1].weight)
 
 
-def test_statistics_are_held_in_a_compiled_model_too():
-    model, method = nets.cnn((1, 8, 8), 10, channels=(4,)), Freeze()
-    model[0].requires_grad_(False)  # nothing changes for the compiler when it is frozen
+def test_statistics_are_frozen_in_a_compiled_model_too():
+    model = nets.cnn((1, 8, 8), 10, channels=(4,))
+    method = Freeze()
+    model[0].requires_grad_(False)  # so that freezing changes nothing for the compiler
     compiled = torch.compile(model, backend="eager")
     stream = streams.digits("class")
     train(compiled, method, stream[0])
-    before = model[0][1].running_mean.clone()
+    old_mean = model[0][1].running_mean.clone()
     train(compiled, method, stream[1])
-    assert torch.equal(before, model[0][1].running_mean)
+    assert torch.equal(old_mean, model[0][1].running_mean)
 
 
-def test_detaching_leaves_a_plain_module():
-    model, method = nets.cnn((1, 8, 8), 10, channels=(4,)), Freeze()
+def test_detach_unfreezes_and_removes_all_hooks():
+    model = nets.cnn((1, 8, 8), 10, channels=(4,))
+    method = Freeze()
     for t in range(2):
         method.begin_task(model, Task((torch.rand(4, 1, 8, 8), torch.arange(4)), id=t))
     method.detach(model)
@@ -51,13 +55,15 @@ def test_detaching_leaves_a_plain_module():
 
 def test_a_revisited_first_task_stays_frozen_after_a_resume():
     tasks = [Task((torch.rand(4, 3), torch.arange(4) % 2), id=t) for t in (0, 1)]
-    model, method = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), Freeze()
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    method = Freeze()
     for task in tasks:
         method.begin_task(model, task)
-    again, other = Freeze(), nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
-    again.load_state_dict(method.state_dict())
-    again.begin_task(other, tasks[0])
-    assert [p.requires_grad for p in other.parameters()] == [False, False, True, True]
+    resumed = Freeze()
+    new_model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    resumed.load_state_dict(method.state_dict())
+    resumed.begin_task(new_model, tasks[0])
+    assert [p.requires_grad for p in new_model.parameters()] == [False, False, True, True]
 
 
 def test_the_output_layer_can_be_named():
@@ -69,7 +75,8 @@ def test_the_output_layer_can_be_named():
 
 
 def test_chunks_of_one_task_do_not_freeze():
-    model, method = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), Freeze()
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    method = Freeze()
     for _ in range(3):
         method.begin_task(model, Task((torch.rand(4, 3), torch.arange(4) % 2), id=0))
     assert all(p.requires_grad for p in model.parameters())
@@ -84,11 +91,13 @@ def test_without_a_linear_layer_there_is_no_output_to_train():
 
 
 class Tied(nn.Module):
-    """The table of words is also the weight of the output layer."""
+    """A model whose output layer shares its weight with the embedding."""
 
     def __init__(self):
         super().__init__()
-        self.words, self.mix, self.head = nn.Embedding(11, 8), nn.Linear(8, 8), nn.Linear(8, 11)
+        self.words = nn.Embedding(11, 8)
+        self.mix = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 11)
         self.head.weight = self.words.weight
 
     def features(self, t):
@@ -98,8 +107,9 @@ class Tied(nn.Module):
         return self.head(self.features(t))
 
 
-def test_an_output_layer_that_is_also_the_table_of_words_is_refused_before_training():
-    model, t = Tied(), torch.randint(11, (32, 4))
+def test_an_output_layer_tied_to_an_embedding_is_refused_before_training():
+    model = Tied()
+    t = torch.randint(11, (32, 4))
     with pytest.raises(
         ValueError, match=r"'head' shares its weight with words.weight.* model.head.weight = nn.Parameter"
     ):
@@ -107,12 +117,13 @@ def test_an_output_layer_that_is_also_the_table_of_words_is_refused_before_train
     model.head.weight = nn.Parameter(model.head.weight.detach().clone())
     method = Freeze()
     train(model, method, Task((t, t[:, 0]), id=0), optimizer=OPTIMIZERS[1], batch_size=8)
-    before, head = model.features(t), model.head.weight.detach().clone()
+    old_features = model.features(t)
+    old_head = model.head.weight.detach().clone()
     train(model, method, Task((t, t[:, 1]), id=1), optimizer=OPTIMIZERS[1], batch_size=8)
-    assert torch.equal(model.features(t), before) and not torch.equal(model.head.weight, head)
+    assert torch.equal(model.features(t), old_features) and not torch.equal(model.head.weight, old_head)
 
 
-def test_a_loop_that_begins_no_tasks_is_told():
+def test_a_loop_without_begin_task_raises():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
-    with pytest.raises(ValueError, match=r"Freeze.end_task before any begin_task"):
+    with pytest.raises(ValueError, match=r"Freeze.end_task was called before begin_task"):
         Freeze().end_task(model, None)

@@ -7,7 +7,7 @@ from torch import nn
 
 import everlearn
 from everlearn import DEN, nets
-from everlearn.methods.expansion.den_units import UnitDuplicator, outside
+from everlearn.methods.expansion.den_units import UnitDuplicator, mask_outside
 from everlearn.surgery.resize import reachable_units
 from everlearn.surgery.tracing import links
 from tests.conftest import SMALL_NETS
@@ -18,45 +18,45 @@ MOMENTUM = lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=1e-3
 
 def learned(stream, tasks=3, net="mlp", epochs=3, optimizer=ADAM, seed=0, **options):
     torch.manual_seed(seed)
-    model, method = SMALL_NETS[net](stream), DEN(**{"units": 4, "splits": 3, **options})
+    model = SMALL_NETS[net](stream)
+    method = DEN(**{"units": 4, "splits": 3, **options})
     for task in stream.tasks[:tasks]:
         everlearn.train(model, method, task, optimizer=optimizer, epochs=epochs, batch_size=32)
     return model, method
 
 
-def numbered(x, task):
+def task_ids(x, task):
     return torch.full((len(x),), task)
 
 
 def steps(model, method, task, count, optimizer=ADAM):
-    """Some steps of a loop without planned steps: phases turn when they are told. Gives the optimizer, which may go on."""
-    live = optimizer
+    """Train for some steps in a loop that starts phases itself. Returns the optimizer, for further steps."""
     if not isinstance(optimizer, torch.optim.Optimizer):
-        live = optimizer([p for p in [*model.parameters(), *method.parameters()] if p.requires_grad])
+        optimizer = optimizer([p for p in [*model.parameters(), *method.parameters()] if p.requires_grad])
     model.train()
     for batch in task.batches(16, iterations=count):
-        live.zero_grad()
+        optimizer.zero_grad()
         method.loss(model, batch).backward()
         method.before_step(model)
-        live.step()
+        optimizer.step()
         method.after_step(model)
-    return live
+    return optimizer
 
 
 def to_phase(method, model, task, phase, count=4):
-    """Begin a task and learn up to the beginning of a phase."""
+    """Begin a task and train it up to the beginning of a phase."""
     task.steps = None
     method.begin_task(model, task)
     while method.phase != phase:
         steps(model, method, task, count)
-        method.turn(model)
+        method.next_phase(model)
 
 
 def values(model, method):
-    return {n: v.detach().clone() for n, v in method._weights(model).items()}
+    return {n: v.detach().clone() for n, v in method._shared_weights(model).items()}
 
 
-def test_units_reached_are_those_of_a_search_in_the_graph():
+def test_reachable_units_match_a_graph_search():
     torch.manual_seed(3)
     model = nn.Sequential(
         nn.Conv2d(1, 4, 3),
@@ -72,240 +72,273 @@ def test_units_reached_are_those_of_a_search_in_the_graph():
         for p in model.parameters():
             p *= torch.rand_like(p) < 0.18
     for row in range(3):
-        seen, front = set(), {("7", row)}
-        reads = {"7": ("5", 1), "5": ("3", 1), "3": ("0", 4)}  # who reads whom, places per unit
-        while front:
-            layer, unit = front.pop()
-            seen.add((layer, unit))
-            if layer in reads:
-                below, places = reads[layer]
+        visited = set()
+        frontier = {("7", row)}
+        producers = {"7": ("5", 1), "5": ("3", 1), "3": ("0", 4)}  # layer: its producer, columns per unit
+        while frontier:
+            layer, unit = frontier.pop()
+            visited.add((layer, unit))
+            if layer in producers:
+                producer, repeat = producers[layer]
                 weight = model.get_submodule(layer).weight
-                front |= {(below, j // places) for j in range(weight.shape[1]) if weight[unit, j] != 0} - seen
-        found = reachable_units(model, links(model), {"7": torch.arange(3) == row})
-        for name, chosen in found.items():
-            assert {u for n, u in seen if n == name} == set(chosen.nonzero().flatten().tolist())
-        assert not all(c.all() for c in found.values()), "the net is sparse enough to choose"
+                inputs = {(producer, j // repeat) for j in range(weight.shape[1]) if weight[unit, j] != 0}
+                frontier |= inputs - visited
+        reachable = reachable_units(model, links(model), {"7": torch.arange(3) == row})
+        for name, selected in reachable.items():
+            assert {u for n, u in visited if n == name} == set(selected.nonzero().flatten().tolist())
+        assert not all(selected.all() for selected in reachable.values()), "the net is sparse enough"
 
 
 @pytest.mark.parametrize("optimizer", [ADAM, MOMENTUM])
-def test_retraining_moves_nothing_outside_the_chosen_part(optimizer, small_stream):
+def test_retraining_moves_nothing_outside_the_selected_units(optimizer, small_stream):
     stream = small_stream()
     model, method = learned(stream, tasks=2, threshold=0.0)
     task = stream[2]
     to_phase(method, model, task, "fit")
     rows = task.allowed[task.id]
     with torch.no_grad():
-        for p in [model[5].weight, method.read["weight"]]:
-            p[:, ::2] = 0  # so that some units are not reached
+        for p in [model[5].weight, method.current_head["weight"]]:
+            p[:, ::2] = 0  # so that some units are not reachable
         model[3].weight[:, ::3] = 0
-    last = model[5].weight[rows].ne(0).any(0)  # own units of the second layer that the task's outputs read
-    method.turn(model)
+    is_reachable = model[5].weight[rows].ne(0).any(0)  # model units of the second layer
+    method.next_phase(model)
     assert method.phase == "retrain"
     before = values(model, method)
     steps(model, method, task, 6, optimizer)
     after = values(model, method)
-    whole = method.locked
-    assert (
-        set(whole) == set(before) and any(v.any() for v in whole.values()) and not all(v.all() for v in whole.values())
-    )
-    moved = 0
-    for name, locked in whole.items():
+    masks = method.lock_masks
+    assert set(masks) == set(before)
+    assert any(v.any() for v in masks.values()) and not all(v.all() for v in masks.values())
+    num_moved = 0
+    for name, locked in masks.items():
         assert torch.equal(after[name][locked], before[name][locked])
-        moved += int((after[name] != before[name]).sum())
-    assert moved > 0
-    assert not whole["3.weight"][last].all() and whole["3.weight"][~last].all() and whole["3.bias"].equal(~last)
+        num_moved += int((after[name] != before[name]).sum())
+    assert num_moved > 0
+    assert not masks["3.weight"][is_reachable].all() and masks["3.weight"][~is_reachable].all()
+    assert masks["3.bias"].equal(~is_reachable)
 
 
-def test_outside_is_what_does_not_join_two_chosen_units(small_stream):
+def test_weights_outside_do_not_connect_two_selected_units(small_stream):
     stream = small_stream()
     model, method = learned(stream, tasks=3, threshold=0.0, net="cnn", epochs=1)
-    beside = method._attach(model)
+    added_units = method._attach_units(model)
     method.blocks = [
         {n: {k: v if "running" in k else nn.Parameter(v) for k, v in t.items()} for n, t in b.items()}
         for b in method.blocks
     ]
-    whole = {
-        n: link.width + sum(len(b[n]["weight"]) for b in method.blocks) for n, link in beside.links_by_producer.items()
+    widths = {
+        n: link.width + sum(len(b[n]["weight"]) for b in method.blocks)
+        for n, link in added_units.links_by_producer.items()
     }
-    chosen = {n: torch.rand(w) < 0.5 for n, w in whole.items()}
-    weights = method._weights(model)
-    locked = outside(beside, method.blocks, weights, chosen)
-    (first, a), (second, _) = beside.links_by_producer.items()
-    assert a.consumer == second
-    own, mine = a.width, beside.links_by_producer[second].width
-    at = own + len(method.blocks[0][first]["weight"])
-    row = mine + len(method.blocks[0][second]["weight"])
-    for i, j in [(i, j) for i in range(mine) for j in range(own)]:
-        assert (~locked[f"{second}.weight"][i, j]).all() == (chosen[second][i] and chosen[first][j])
+    selected = {n: torch.rand(w) < 0.5 for n, w in widths.items()}
+    weights = method._shared_weights(model)
+    locked = mask_outside(added_units, method.blocks, weights, selected)
+    (first, first_link), (second, second_link) = added_units.links_by_producer.items()
+    assert first_link.consumer == second
+    first_width = first_link.width
+    second_width = second_link.width
+
+    # The first unit of the second block in each layer.
+    first_start = first_width + len(method.blocks[0][first]["weight"])
+    second_start = second_width + len(method.blocks[0][second]["weight"])
+    for i in range(second_width):
+        for j in range(first_width):
+            assert (~locked[f"{second}.weight"][i, j]).all() == (selected[second][i] and selected[first][j])
     for i in range(len(method.blocks[1][second]["weight"])):
         for j in range(method.blocks[1][second]["inner"].shape[1]):
-            assert (~locked[f"1:{second}:inner"][i, j]).all() == (chosen[second][row + i] and chosen[first][own + j])
-    for i in range(mine):
+            is_inside = selected[second][second_start + i] and selected[first][first_width + j]
+            assert (~locked[f"1:{second}:inner"][i, j]).all() == is_inside
+    for i in range(second_width):
         for j in range(len(method.blocks[1][first]["weight"])):
-            assert (~locked[f"1:{first}:out"][i, j]).all() == (chosen[second][i] and chosen[first][at + j])
+            is_inside = selected[second][i] and selected[first][first_start + j]
+            assert (~locked[f"1:{first}:out"][i, j]).all() == is_inside
 
 
-def test_only_the_output_layer_is_fitted_first_and_only_new_units_expand(small_stream):
+def test_fit_trains_only_the_output_layer_and_expand_only_new_units(small_stream):
     stream = small_stream()
     model, method = learned(stream, tasks=2, threshold=0.0)
     to_phase(method, model, stream[2], "fit")
     before = values(model, method)
     steps(model, method, stream[2], 4, MOMENTUM)
     assert all(torch.equal(v, before[n]) for n, v in values(model, method).items())
-    assert not any(v.any() for t in method.live.values() for v in t.values())
-    method.turn(model)
+    assert not any(v.any() for t in method.current_block.values() for v in t.values())
+    method.next_phase(model)
     steps(model, method, stream[2], 4)
-    method.turn(model)
-    assert method.phase == "expand" and method.grew
-    before, new = values(model, method), copy.deepcopy(method.live)
+    method.next_phase(model)
+    assert method.phase == "expand" and method.has_grown
+    before = values(model, method)
+    new_units = copy.deepcopy(method.current_block)
     steps(model, method, stream[2], 4, MOMENTUM)
     assert all(torch.equal(v, before[n]) for n, v in values(model, method).items())
-    assert all(not torch.equal(t["weight"], new[n]["weight"]) for n, t in method.live.items())
+    assert all(not torch.equal(t["weight"], new_units[n]["weight"]) for n, t in method.current_block.items())
 
 
 @pytest.mark.parametrize("net", ["mlp", "cnn", "resnet"])
 def test_expansion_changes_no_output(net, small_stream, double):
-    stream, x = small_stream(), torch.rand(6, 1, 8, 8)
+    stream = small_stream()
+    x = torch.rand(6, 1, 8, 8)
     for task in stream:
         task.train.x = task.train.x.double()
     model, method = learned(stream, tasks=2, net=net, threshold=0.0, epochs=1)
     to_phase(method, model, stream[2], "retrain")
     model.eval()
-    now, old = model(x), [method.predict(model, x, numbered(x, k)) for k in (0, 1)]
-    method.heard, method.hearings = 1.0, 1
-    assert method.turn(model) == "expand" and set(method.awake.values()) == {4}
-    torch.testing.assert_close(model(x), now, rtol=0, atol=1e-12)
+    outputs = model(x)
+    old_outputs = [method.predict(model, x, task_ids(x, k)) for k in (0, 1)]
+    method.loss_sum = 1.0
+    method.loss_count = 1
+    assert method.next_phase(model) == "expand" and set(method.active_units.values()) == {4}
+    torch.testing.assert_close(model(x), outputs, rtol=0, atol=1e-12)
     for k in (0, 1):
-        torch.testing.assert_close(method.predict(model, x, numbered(x, k)), old[k], rtol=0, atol=1e-12)
+        torch.testing.assert_close(method.predict(model, x, task_ids(x, k)), old_outputs[k], rtol=0, atol=1e-12)
 
 
 def test_it_expands_if_and_only_if_the_loss_is_above_the_threshold(small_stream, monkeypatch):
-    heard, loss_of = [], DEN._loss
-    monkeypatch.setattr(DEN, "_loss", lambda self, model: heard.append(loss_of(self, model)) or heard[-1])
+    losses = []
+    compute_loss = DEN._compute_loss
+    monkeypatch.setattr(
+        DEN, "_compute_loss", lambda self, model: losses.append(compute_loss(self, model)) or losses[-1]
+    )
     for threshold in (0.0, 0.05, 100.0):
-        heard.clear()
+        losses.clear()
         _, method = learned(small_stream(), threshold=threshold, splits=0)
-        assert len(heard) == 2 and all(loss > 0 for loss in heard)
-        for loss, added in zip(heard, list(method.growth().values())[1:], strict=True):
+        assert len(losses) == 2 and all(loss > 0 for loss in losses)
+        for loss, added in zip(losses, list(method.growth().values())[1:], strict=True):
             assert set(added.values()) <= {0, 1, 2, 3, 4}
             assert bool(added) == (loss > threshold)
 
 
-def test_dead_units_go_without_a_trace(small_stream):
-    stream, x = small_stream(), torch.rand(9, 1, 8, 8)
+def test_removing_units_without_incoming_weights_keeps_the_outputs(small_stream):
+    stream = small_stream()
+    x = torch.rand(9, 1, 8, 8)
     model, method = learned(stream, tasks=1, threshold=0.0, lasso=0.1, splits=0, strength=0.0)
     task = stream[1]
     to_phase(method, model, task, "settle", count=8)
-    assert sum(map(len, method.dead.values())) > 0
+    assert sum(map(len, method.removed_units.values())) > 0
     steps(model, method, task, 3, MOMENTUM)
     model.eval()
-    said, awake, dead = model(x), sum(method.awake.values()), sum(map(len, method.dead.values()))
+    outputs = model(x)
+    num_active = sum(method.active_units.values())
+    num_removed = sum(map(len, method.removed_units.values()))
     method.end_task(model, task)
-    assert method.diagnostics()["units added so far"] == awake - dead
-    torch.testing.assert_close(method.predict(model, x, numbered(x, 1)), said, rtol=1e-5, atol=1e-6)
+    assert method.diagnostics()["units added so far"] == num_active - num_removed
+    torch.testing.assert_close(method.predict(model, x, task_ids(x, 1)), outputs, rtol=1e-5, atol=1e-6)
     for block in method.blocks:
         for tensors in block.values():
-            read = torch.cat(
-                [tensors[n].flatten(1) for n in ("weight", "inner", "bias") if n in tensors and tensors[n].dim() > 1], 1
-            )
-            assert read.any(1).all(), "every unit that is left reads something"
+            incoming = [
+                tensors[n].flatten(1) for n in ("weight", "inner", "bias") if n in tensors and tensors[n].dim() > 1
+            ]
+            assert torch.cat(incoming, 1).any(1).all(), "every remaining unit has an incoming weight"
 
 
 @pytest.mark.parametrize("net", ["mlp", "cnn"])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_a_split_gives_the_old_unit_back_and_goes_on_with_the_copy(net, seed, small_stream):
+def test_a_split_restores_the_old_unit_and_keeps_its_weights_in_the_copy(net, seed, small_stream):
     stream = small_stream()
     model, method = learned(stream, tasks=2, net=net, threshold=0.0, strength=0.0, seed=seed)
     to_phase(method, model, stream[2], "settle", count=6)
     steps(model, method, stream[2], 4)
-    beside, now, before = method._attach(model), values(model, method), method.anchor
-    awake = dict(method.awake)
-    for name in beside.links_by_producer:
-        rho = (now[f"{name}.weight"] - before[f"{name}.weight"]).flatten(1).square().sum(1)
-        up = beside.feeds.get(name)
-        for b in range(len(method.blocks) if up else 0):
-            out = f"{b}:{up.producer}:out"
-            rho = rho + (now[out] - before[out]).flatten(1).square().sum(1)
-        twins = UnitDuplicator(beside, method.blocks, method.live, method.awake, method.read["weight"])
-        rho, far = rho.sqrt(), rho.sqrt().sort().values
-        at = int(far.diff()[1:-1].argmax()) + 1
-        for drift in (0.0, float(far[at] + far[at + 1]) / 2):  # between two neighbours: sums round in different orders
-            got = twins.drifted(method._weights(model), before, name, drift)
-            own = [i for i in got if i < beside.links_by_producer[name].width]
-            assert set(own) == {i for i in range(len(rho)) if rho[i] > drift}
-            assert (rho[own].diff() < 1e-6).all(), "the farthest first"
-    copied = twins.split(method._weights(model), before, 0.05, 3)
+    added_units = method._attach_units(model)
+    weights = values(model, method)
+    anchor = method.anchor
+    num_active = dict(method.active_units)
+    for name in added_units.links_by_producer:
+        rho_squared = (weights[f"{name}.weight"] - anchor[f"{name}.weight"]).flatten(1).square().sum(1)
+        input_link = added_units.links_by_consumer.get(name)
+        for b in range(len(method.blocks) if input_link else 0):
+            out = f"{b}:{input_link.producer}:out"
+            rho_squared = rho_squared + (weights[out] - anchor[out]).flatten(1).square().sum(1)
+        duplicator = UnitDuplicator(
+            added_units, method.blocks, method.current_block, method.active_units, method.current_head["weight"]
+        )
+        rho = rho_squared.sqrt()
+        sorted_rho = rho.sort().values
+        # The second bound lies in the widest gap, since the sums round in different orders.
+        gap = int(sorted_rho.diff()[1:-1].argmax()) + 1
+        for drift in (0.0, float(sorted_rho[gap] + sorted_rho[gap + 1]) / 2):
+            drifted = duplicator.find_drifted(method._shared_weights(model), anchor, name, drift)
+            model_units = [i for i in drifted if i < added_units.links_by_producer[name].width]
+            assert set(model_units) == {i for i in range(len(rho)) if rho[i] > drift}
+            assert (rho[model_units].diff() < 1e-6).all(), "the largest drift first"
+    copied = duplicator.split(method._shared_weights(model), anchor, 0.05, 3)
     after = values(model, method)
     assert any(copied.values())
     for name, units in copied.items():
-        assert method.awake[name] == awake[name] + len(units) and len(units) <= 3
-        for slot, i in enumerate(units, awake[name]):
-            if i < beside.links_by_producer[name].width:
-                assert torch.equal(after[f"{name}.weight"][i], before[f"{name}.weight"][i])
-                copy_ = method.live[name]["weight"][slot].detach().clone()
-                if (up := beside.feeds.get(name)) is not None:
-                    gone = [u for u in copied[up.producer] if u < up.width]
-                    assert not copy_[gone].any(), "it reads the copies of those that were split"
-                    kept = [u for u in range(up.width) if u not in gone]
-                    assert torch.equal(copy_[kept], now[f"{name}.weight"][i][kept])
+        assert method.active_units[name] == num_active[name] + len(units) and len(units) <= 3
+        for slot, i in enumerate(units, num_active[name]):
+            if i < added_units.links_by_producer[name].width:
+                assert torch.equal(after[f"{name}.weight"][i], anchor[f"{name}.weight"][i])
+                copy_weight = method.current_block[name]["weight"][slot].detach().clone()
+                input_link = added_units.links_by_consumer.get(name)
+                if input_link is not None:
+                    split_inputs = [u for u in copied[input_link.producer] if u < input_link.width]
+                    assert not copy_weight[split_inputs].any(), "it receives from the copies of split units"
+                    other_inputs = [u for u in range(input_link.width) if u not in split_inputs]
+                    assert torch.equal(copy_weight[other_inputs], weights[f"{name}.weight"][i][other_inputs])
                 else:
-                    assert torch.equal(copy_, now[f"{name}.weight"][i])
-        rest = [i for i in range(beside.links_by_producer[name].width) if i not in units]
-        assert torch.equal(after[f"{name}.weight"][rest], now[f"{name}.weight"][rest])
+                    assert torch.equal(copy_weight, weights[f"{name}.weight"][i])
+        other_units = [i for i in range(added_units.links_by_producer[name].width) if i not in units]
+        assert torch.equal(after[f"{name}.weight"][other_units], weights[f"{name}.weight"][other_units])
 
 
 @pytest.mark.parametrize(("net", "frozen"), [("mlp", False), ("mlp", True), ("cnn", False)])
-def test_a_split_of_all_units_changes_nothing_for_the_task_and_all_for_the_others(net, frozen, small_stream, double):
-    stream, x = small_stream(), torch.rand(6, 1, 8, 8)
+def test_a_split_of_all_units_keeps_the_task_and_restores_earlier_tasks(net, frozen, small_stream, double):
+    stream = small_stream()
+    x = torch.rand(6, 1, 8, 8)
     for task in stream:
         task.train.x = task.train.x.double()
     model, method = learned(stream, tasks=2, net=net, threshold=0.0, splits=99, drift=0.0, strength=0.0)
     for name, p in model.named_parameters():
-        p.requires_grad_(not frozen or "bias" not in name)  # a copy has what is frozen, too
-    old = [method.predict(model, x, numbered(x, k)) for k in (0, 1)]
+        p.requires_grad_(not frozen or "bias" not in name)  # frozen parameters are copied, too
+    old_outputs = [method.predict(model, x, task_ids(x, k)) for k in (0, 1)]
     to_phase(method, model, stream[2], "settle", count=6)
     steps(model, method, stream[2], 4)
     model.eval()
-    now, drifted = model(x), [method.predict(model, x, numbered(x, k)) for k in (0, 1)]
-    assert all((a - b).abs().max() > 1e-3 for a, b in zip(old, drifted, strict=True)), "old tasks have drifted"
-    method.drift = -1.0  # also a unit that has not moved at all, which reads others that have
-    assert method.turn(model) == "split"
-    torch.testing.assert_close(model(x), now, rtol=0, atol=1e-10)
+    outputs = model(x)
+    drifted_outputs = [method.predict(model, x, task_ids(x, k)) for k in (0, 1)]
+    for old, drifted in zip(old_outputs, drifted_outputs, strict=True):
+        assert (old - drifted).abs().max() > 1e-3, "earlier tasks have drifted"
+    method.drift = -1.0  # copies all units: one that has not moved may receive from others that have
+    assert method.next_phase(model) == "split"
+    torch.testing.assert_close(model(x), outputs, rtol=0, atol=1e-10)
     for k in (0, 1):
-        torch.testing.assert_close(method.predict(model, x, numbered(x, k)), old[k], rtol=0, atol=1e-10)
+        torch.testing.assert_close(method.predict(model, x, task_ids(x, k)), old_outputs[k], rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("net", ["mlp", "cnn", "resnet", "transformer"])
-def test_a_task_does_not_see_units_added_later(net, small_stream):
-    stream, x = small_stream(), torch.rand(6, 1, 8, 8)
+def test_a_task_does_not_use_units_added_later(net, small_stream):
+    stream = small_stream()
+    x = torch.rand(6, 1, 8, 8)
     model, method = learned(stream, net=net, threshold=0.0)
-    assert method.stamps == sorted(method.stamps) and method.stamps[-1] == 2
-    said = [method.predict(model, x, numbered(x, k)) for k in range(3)]
+    assert method.block_task == sorted(method.block_task) and method.block_task[-1] == 2
+    outputs = [method.predict(model, x, task_ids(x, k)) for k in range(3)]
     with torch.no_grad():
-        for stamp, block in zip(method.stamps, method.blocks, strict=True):
+        for k, block in zip(method.block_task, method.blocks, strict=True):
             for v in (v for tensors in block.values() for v in tensors.values()):
-                v.add_(torch.rand_like(v) if stamp == 2 else 0)
+                v.add_(torch.rand_like(v) if k == 2 else 0)
     for k in (0, 1):
-        assert torch.equal(method.predict(model, x, numbered(x, k)), said[k])
-    assert not torch.equal(method.predict(model, x, numbered(x, 2)), said[2])
+        assert torch.equal(method.predict(model, x, task_ids(x, k)), outputs[k])
+    assert not torch.equal(method.predict(model, x, task_ids(x, 2)), outputs[2])
 
 
 def test_with_a_huge_strength_nothing_drifts_and_nothing_is_split(small_stream):
-    stream, x = small_stream(), torch.rand(6, 1, 8, 8)
-    far = {}
+    stream = small_stream()
+    x = torch.rand(6, 1, 8, 8)
+    largest_drift = {}
     for strength in (0.0, 1e4):
         model, method = learned(
             stream, tasks=1, strength=strength, threshold=100.0, optimizer=lambda p: torch.optim.Adam(p, lr=1e-3)
         )
-        before, said = values(model, method), method.predict(model, x, numbered(x, 0))
+        before = values(model, method)
+        outputs = method.predict(model, x, task_ids(x, 0))
         everlearn.train(model, method, stream[1], epochs=40, batch_size=32)
-        far[strength] = max(float((v - before[n]).abs().max()) for n, v in values(model, method).items() if n in before)
+        after = values(model, method)
+        largest_drift[strength] = max(float((after[n] - v).abs().max()) for n, v in before.items())
         if strength:
             assert method.diagnostics()["units added so far"] == 0
-            torch.testing.assert_close(method.predict(model, x, numbered(x, 0)), said, rtol=0.05, atol=0.05)
+            torch.testing.assert_close(method.predict(model, x, task_ids(x, 0)), outputs, rtol=0.05, atol=0.05)
         else:
             assert method.diagnostics()["units added so far"] > 0
-    assert far[1e4] < 0.05 * far[0.0]
+    assert largest_drift[1e4] < 0.05 * largest_drift[0.0]
 
 
 @pytest.mark.parametrize(
@@ -327,52 +360,56 @@ def test_the_penalty_of_every_phase(phase, grows, strength, l2, small_stream):
     method.threshold = 0.0 if grows else 100.0
     to_phase(method, model, stream[2], "fit")
     with torch.no_grad():
-        model[5].weight[:, ::2] = 0  # some units are not reached
-        method.read["weight"].zero_()
+        model[5].weight[:, ::2] = 0  # so that some units are not reachable
+        method.current_head["weight"].zero_()
     while method.phase != phase:
         if method.phase != "fit":
             steps(model, method, stream[2], 3)
-        method.turn(model)
+        method.next_phase(model)
     steps(model, method, stream[2], 3)
-    weights, want, gradients = method._weights(model), 0.0, {}
+    weights = method._shared_weights(model)
+    expected = 0.0
+    gradients = {}
     assert set(weights) == set(start)
     for n, p in weights.items():
-        free = ~method.locked[n] if n in method.locked else torch.ones_like(p, dtype=torch.bool)
-        want = want + strength * ((p - start[n]) ** 2).sum() + l2 * (p[free] ** 2).sum()
+        free = ~method.lock_masks[n] if n in method.lock_masks else torch.ones_like(p, dtype=torch.bool)
+        expected = expected + strength * ((p - start[n]) ** 2).sum() + l2 * (p[free] ** 2).sum()
         gradients[n] = 2 * strength * (p - start[n]) + 2 * l2 * p * free
     (batch,) = stream[2].batches(8, iterations=1)
-    got, model = method.penalty(model), model.eval()
-    torch.testing.assert_close(
-        method.loss(model, batch) - batch.loss(model(batch.x)), torch.as_tensor(want), rtol=1e-4, atol=1e-5
-    )
+    penalty = method.penalty(model)
+    model.eval()
+    loss_difference = method.loss(model, batch) - batch.loss(model(batch.x))
+    torch.testing.assert_close(loss_difference, torch.as_tensor(expected), rtol=1e-4, atol=1e-5)
     if not strength:
-        assert got == 0.0
+        assert penalty == 0.0
         return
-    assert want > 1e-4
-    torch.testing.assert_close(got, want)
-    found = torch.autograd.grad(got, [p for p in weights.values() if p.numel()])
-    for g, truth in zip(found, [gradients[n] for n, p in weights.items() if p.numel()], strict=True):
-        torch.testing.assert_close(g, truth)
+    assert expected > 1e-4
+    torch.testing.assert_close(penalty, expected)
+    penalty_gradients = torch.autograd.grad(penalty, [p for p in weights.values() if p.numel()])
+    expected_gradients = [gradients[n] for n, p in weights.items() if p.numel()]
+    for g, expected_gradient in zip(penalty_gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(g, expected_gradient)
 
 
-def test_what_is_retrained_is_reached_from_the_tasks_own_outputs(small_stream):
+def test_retraining_selects_units_that_lead_to_the_outputs_of_the_task(small_stream):
     stream = small_stream()
     model, method = learned(stream, tasks=1)
     to_phase(method, model, stream[1], "fit")
-    mine = stream[1].allowed[1]
-    assert mine.sum() == 2
+    task_outputs = stream[1].allowed[1]
+    assert task_outputs.sum() == 2
     with torch.no_grad():
         for p in (model[5].weight, model[3].weight):
             p.fill_(1.0)
-        model[5].weight[mine, 8:] = model[5].weight[~mine, :8] = (
-            0  # its outputs read the first half, the others the second
-        )
-        model[3].weight[:8, 12:] = model[3].weight[8:, :12] = 0
-    assert method.turn(model) == "retrain"
+        # Outputs of the task receive from the first half of each layer, the others from the second.
+        model[5].weight[task_outputs, 8:] = 0
+        model[5].weight[~task_outputs, :8] = 0
+        model[3].weight[:8, 12:] = 0
+        model[3].weight[8:, :12] = 0
+    assert method.next_phase(model) == "retrain"
     for name, free in {"3.weight": (8, 12), "3.bias": (8,), "1.weight": (12, 64), "1.bias": (12,)}.items():
         inside = torch.zeros_like(model.get_parameter(name), dtype=torch.bool)
         inside[tuple(slice(n) for n in free)] = True
-        assert torch.equal(method.locked[name], ~inside)
+        assert torch.equal(method.lock_masks[name], ~inside)
 
 
 @pytest.mark.parametrize("phase", ["fit", "expand"])
@@ -380,85 +417,93 @@ def test_l1_in_fitting_and_expanding(phase, small_stream):
     stream = small_stream()
     model, method = learned(stream, tasks=2, threshold=0.0)
     to_phase(method, model, stream[2], phase)
-    method.l1, method.lasso = 0.05, 0.0
+    method.l1 = 0.05
+    method.lasso = 0.0
     if phase == "fit":
-        method.read["weight"].data.uniform_(-0.1, 0.1)
-        shorter = [model[5].weight, method.read["weight"]]
-        same = [model[5].bias, model[3].weight]
+        method.current_head["weight"].data.uniform_(-0.1, 0.1)
+        shrunk = [model[5].weight, method.current_head["weight"]]
+        unchanged = [model[5].bias, model[3].weight]
     else:
-        shorter = [t[leaf] for t in method.live.values() for leaf in ("weight", "inner") if leaf in t]
-        same = [*(t["bias"] for t in method.live.values()), model[5].weight]
-    old = [[v.detach().clone() for v in some] for some in (shorter, same)]
+        shrunk = [t[leaf] for t in method.current_block.values() for leaf in ("weight", "inner") if leaf in t]
+        unchanged = [*(t["bias"] for t in method.current_block.values()), model[5].weight]
+    old_shrunk = [v.detach().clone() for v in shrunk]
+    old_unchanged = [v.detach().clone() for v in unchanged]
     steps(model, method, stream[2], 1, lambda p: torch.optim.SGD(p, lr=0.0))
-    for new, w in zip(shorter, old[0], strict=True):
+    for new, w in zip(shrunk, old_shrunk, strict=True):
         torch.testing.assert_close(new.detach(), w.sign() * (w.abs() - 0.05).clamp(min=0), rtol=0, atol=1e-7)
-    assert any((v == 0).any() and v.any() for v in shorter)
-    assert all(torch.equal(v, w) for v, w in zip(same, old[1], strict=True))
+    assert any((v == 0).any() and v.any() for v in shrunk)
+    assert all(torch.equal(v, w) for v, w in zip(unchanged, old_unchanged, strict=True))
 
 
-def test_dead_units_stay_dead_under_momentum(small_stream):
+def test_removed_units_stay_zero_under_momentum(small_stream):
     stream = small_stream()
     model, method = learned(stream, tasks=1, threshold=0.0, lasso=0.1, splits=0, strength=0.0)
     task = stream[1]
     to_phase(method, model, task, "expand", count=2)
     optimizer = steps(model, method, task, 8, MOMENTUM)
-    method.turn(model)
-    dead = {n: at for n, at in method.dead.items() if len(at)}
-    assert method.phase == "settle" and dead
+    method.next_phase(model)
+    removed = {n: units for n, units in method.removed_units.items() if len(units)}
+    assert method.phase == "settle" and removed
     steps(model, method, task, 5, optimizer)
-    for name, at in dead.items():
-        for leaf, v in method.live[name].items():
-            assert not (v[:, at] if leaf == "out" else v[at]).any(), "it reads nothing, and nobody reads it"
+    for name, units in removed.items():
+        for leaf, v in method.current_block[name].items():
+            unit_weights = v[:, units] if leaf == "out" else v[units]
+            assert not unit_weights.any(), "incoming and outgoing weights are zero"
 
 
-def test_only_the_second_half_of_retraining_is_heard(small_stream, monkeypatch):
-    stream, heard, hear = small_stream(), [], DEN._hear
-    monkeypatch.setattr(DEN, "_hear", lambda self, *a: heard.append(self.steps) or hear(self, *a))
+def test_only_losses_of_the_second_half_of_retraining_are_recorded(small_stream, monkeypatch):
+    stream = small_stream()
+    recorded_steps = []
+    record_loss = DEN._record_loss
+    monkeypatch.setattr(
+        DEN, "_record_loss", lambda self, *args: recorded_steps.append(self.steps) or record_loss(self, *args)
+    )
     model, method = learned(stream, tasks=1)
     task = stream[1]
     task.steps = 20
     method.begin_task(model, task)
-    assert method._due == [2, 8, 14, 17]
+    assert method._phase_ends == {"fit": 2, "retrain": 8, "expand": 14, "settle": 17}
     steps(model, method, task, 20)
-    assert heard == [5, 6, 7]
+    assert recorded_steps == [5, 6, 7]
 
 
 @pytest.mark.parametrize("planned", [2, 3, 4])
-def test_few_steps_are_enough_to_hear_and_grow(planned, small_stream):
+def test_a_few_steps_suffice_to_grow(planned, small_stream):
     stream = small_stream()
     model, method = learned(stream, tasks=1, threshold=0.0)
     task = stream[1]
     task.steps = planned
     method.begin_task(model, task)
     steps(model, method, task, planned)
-    assert method.grew
+    assert method.has_grown
 
 
-def test_without_retraining_validation_data_must_tell(small_stream):
+def test_without_retraining_validation_data_are_required(small_stream):
     stream = small_stream()
     model, method = learned(stream, tasks=1, threshold=0.0, retrain=0.0)
-    with pytest.raises(ValueError, match=r"DEN\(retrain=0\) hears no training loss .*: give the task validation data"):
+    with pytest.raises(ValueError, match=r"DEN\(retrain=0\) has no training loss .*: give the task validation data"):
         everlearn.train(model, method, stream[1], batch_size=32)
     stream[1].valid = stream[1].test
     everlearn.train(model, method, stream[1], batch_size=32)
     assert method.growth()[1]
 
 
-def test_statistics_are_those_of_the_first_task(small_stream):
+def test_running_statistics_stay_those_of_the_first_task(small_stream):
     stream = small_stream()
     model, method = learned(stream, tasks=1, net="cnn", threshold=0.0)
     before = {n: v.clone() for n, v in model.named_buffers()}
     assert any("running_var" in n for n in before)
     everlearn.train(model, method, stream[1], optimizer=ADAM, epochs=2, batch_size=32)
     assert all(torch.equal(v, before[n]) for n, v in model.named_buffers())
-    own = [v for t in method.blocks[0].values() for n, v in t.items() if "running_mean" in n]
-    assert own and all(v.any() for v in own), "new units have their own"
+    block_means = [v for t in method.blocks[0].values() for n, v in t.items() if "running_mean" in n]
+    assert block_means and all(v.any() for v in block_means), "new units have separate statistics"
 
 
 def test_a_second_identical_task_adds_no_units(small_stream):
     stream = small_stream("domain")
     torch.manual_seed(0)
-    model, method = nets.mlp(stream.inputs, stream.outputs, hidden=(24,)), DEN(units=8)
+    model = nets.mlp(stream.inputs, stream.outputs, hidden=(24,))
+    method = DEN(units=8)
     for number, source in enumerate([0, 1, 1]):
         task = everlearn.Task(stream[source].train, id=number)
         everlearn.train(model, method, task, optimizer=ADAM, epochs=40, batch_size=16)
@@ -467,16 +512,16 @@ def test_a_second_identical_task_adds_no_units(small_stream):
     assert second == {}
 
 
-def test_the_first_task_gets_sparse(small_stream):
+def test_l1_makes_the_first_task_sparse(small_stream):
     model, _ = learned(small_stream(), tasks=1, l1=1e-3, epochs=20)
-    share = [float((p == 0).float().mean()) for p in model.parameters() if p.dim() > 1]
-    assert min(share) > 0.2
+    sparsity = [float((p == 0).float().mean()) for p in model.parameters() if p.dim() > 1]
+    assert min(sparsity) > 0.2
     model, _ = learned(small_stream(), tasks=1, l1=0.0)
     assert all((p != 0).all() for p in model.parameters() if p.dim() > 1)
 
 
 @pytest.mark.parametrize("net", ["mlp", "cnn", "resnet", "transformer"])
-def test_an_export_answers_as_the_method(net, exported, small_stream):
+def test_an_export_has_the_outputs_of_the_method(net, exported, small_stream):
     stream = small_stream()
     model, method = learned(stream, net=net, threshold=0.0, epochs=1)
     exported(model, method, stream, tolerance=1e-5)
@@ -492,32 +537,33 @@ def test_resuming_keeps_added_units(when, small_stream):
     torch.save([model.state_dict(), method.state_dict()], file)
     file.seek(0)
     weights, state = torch.load(file, weights_only=True)
-    other, again = SMALL_NETS["mlp"](stream), DEN(units=4, splits=3, threshold=0.0)
-    other.load_state_dict(weights)
-    again.load_state_dict(state)
-    for m, k in ((model, method), (other, again)):
+    loaded_model = SMALL_NETS["mlp"](stream)
+    loaded_method = DEN(units=4, splits=3, threshold=0.0)
+    loaded_model.load_state_dict(weights)
+    loaded_method.load_state_dict(state)
+    for net, learner in ((model, method), (loaded_model, loaded_method)):
         torch.manual_seed(1)
-        everlearn.train(m, k, stream[2], optimizer=MOMENTUM, epochs=2, batch_size=32)
+        everlearn.train(net, learner, stream[2], optimizer=MOMENTUM, epochs=2, batch_size=32)
     x = torch.rand(5, 1, 8, 8)
     for task in range(3):
-        assert torch.equal(method.predict(model, x, numbered(x, task)), again.predict(other, x, numbered(x, task)))
-    assert method.diagnostics() == again.diagnostics()
+        outputs = method.predict(model, x, task_ids(x, task))
+        assert torch.equal(outputs, loaded_method.predict(loaded_model, x, task_ids(x, task)))
+    assert method.diagnostics() == loaded_method.diagnostics()
 
 
 def test_it_forgets_less_than_fine_tuning(small_stream):
     (x, y), (x_test, y_test) = everlearn.streams.digits_data()
     stream = everlearn.streams.permuted((x[:600], y[:600]), (x_test, y_test), tasks=3, scenario="task")
-    ends = {
+    results = {
         name: everlearn.run(lambda i, o: nets.mlp(i, o, hidden=(64,)), method, stream, epochs=15, batch_size=32)
         for name, method in {"finetune": everlearn.Method(), "den": DEN()}.items()
     }
-    assert ends["den"].average_accuracy > ends["finetune"].average_accuracy + 0.03
-    facts = ends["den"].cost["facts"]
-    assert [f["units added so far"] for f in facts] == sorted(f["units added so far"] for f in facts) and facts[0][
-        "units added so far"
-    ] == 0
+    assert results["den"].average_accuracy > results["finetune"].average_accuracy + 0.03
+    diagnostics = results["den"].cost["diagnostics"]
+    added_units = [d["units added so far"] for d in diagnostics]
+    assert added_units == sorted(added_units) and added_units[0] == 0
 
 
-def test_what_cannot_be_is_told():
-    with pytest.raises(ValueError, match="over 1"):
+def test_shares_over_one_are_refused():
+    with pytest.raises(ValueError, match=r"their sum 1\.2 is over 1"):
         DEN(fit=0.6)

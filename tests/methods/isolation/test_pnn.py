@@ -178,7 +178,7 @@ def test_a_new_column_is_reinitialized_in_place(small_stream, learned):
     for name, v in model.state_dict().items():
         assert not torch.equal(v, state_before[name]), name
         constant = born[name].flatten()[0] == born[name].flatten()[-1]  # norms, and biases in attention
-        assert torch.equal(v, born[name]) == bool(constant or name == "places"), "a bare parameter is restored"
+        assert torch.equal(v, born[name]) == bool(constant or name == "positions"), "a bare parameter is restored"
     torch.testing.assert_close(model.head.weight.std(), state_before["head.weight"].std(), rtol=0.5, atol=0)
 
 

@@ -9,10 +9,11 @@ from everlearn.methods.regularization.teacher import teacher_outputs
 from everlearn.nets.vae import VAE
 
 
-def begun(classes, scenario, targets="hard"):
+def begin_third_task(classes, scenario, targets="hard"):
     """A model in its third task, with a teacher that has learned two."""
     torch.manual_seed(0)
-    model, method = nn.Sequential(nn.Flatten(), nn.Linear(4, 6)), GenerativeReplay(targets=targets, hidden=8, latent=3)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 6))
+    method = GenerativeReplay(targets=targets, hidden=8, latent=3)
     for t in range(3):
         x = torch.rand(6, 4)
         y = torch.tensor([classes[t][0], classes[t][1]] * 3)
@@ -27,8 +28,10 @@ def begun(classes, scenario, targets="hard"):
 
 def test_minus_elbo_against_torch_distributions():
     torch.manual_seed(0)
-    vae, x, noise = VAE((4,), hidden=8, latent=3), torch.rand(5, 4).round(), torch.randn(5, 3)
-    mean, log_variance = vae.code(vae.encoder(x)).chunk(2, 1)
+    vae = VAE((4,), hidden=8, latent=3)
+    x = torch.rand(5, 4).round()
+    noise = torch.randn(5, 3)
+    mean, log_variance = vae.posterior(vae.encoder(x)).chunk(2, 1)
     q = torch.distributions.Normal(mean, (log_variance / 2).exp())
     z = mean + (log_variance / 2).exp() * noise
     p = torch.distributions.Bernoulli(logits=vae.decoder(z))
@@ -37,7 +40,7 @@ def test_minus_elbo_against_torch_distributions():
 
 
 @pytest.mark.parametrize("pixels", [True, False])
-def test_a_generator_learns_what_it_sees(pixels):
+def test_a_generator_learns_its_inputs(pixels):
     torch.manual_seed(0)
     vae = VAE((8,), pixels, hidden=32, latent=2)
     pattern = torch.tensor([1.0, 0, 1, 0, 1, 0, 1, 0])
@@ -53,47 +56,55 @@ def test_a_generator_learns_what_it_sees(pixels):
 @pytest.mark.parametrize("scenario", ["task", "class"])
 def test_hard_targets_are_the_old_models_labels(scenario):
     classes = [[0, 1], [2, 3], [4, 5]]
-    model, method, batch = begun(classes, scenario)
-    x, out = torch.rand(7, 4), None
-    out = model(x)
-    teacher = torch.func.functional_call(model, method.teacher["state"], (x,))
-    if scenario == "task":
-        truth = sum(nn.functional.cross_entropy(out[:, c], teacher[:, c].argmax(1)) for c in classes[:2]) / 2
-    else:
-        truth = nn.functional.cross_entropy(out, teacher[:, :4].argmax(1))
-    torch.testing.assert_close(method._replayed(batch, x, teacher_outputs(model, method.teacher, x), model(x)), truth)
-
-
-def test_soft_targets_are_its_probabilities():
-    model, method, batch = begun([[0, 1], [2, 3], [4, 5]], "class", "soft")
+    model, method, batch = begin_third_task(classes, scenario)
     x = torch.rand(7, 4)
-    teacher = torch.func.functional_call(model, method.teacher["state"], (x,))
+    outputs = None
+    outputs = model(x)
+    target = torch.func.functional_call(model, method.teacher["state"], (x,))
+    if scenario == "task":
+        expected = sum(nn.functional.cross_entropy(outputs[:, c], target[:, c].argmax(1)) for c in classes[:2]) / 2
+    else:
+        expected = nn.functional.cross_entropy(outputs, target[:, :4].argmax(1))
+    torch.testing.assert_close(
+        method._replay_loss(batch, x, teacher_outputs(model, method.teacher, x), model(x)), expected
+    )
+
+
+def test_soft_targets_are_the_old_models_probabilities():
+    model, method, batch = begin_third_task([[0, 1], [2, 3], [4, 5]], "class", "soft")
+    x = torch.rand(7, 4)
+    target = torch.func.functional_call(model, method.teacher["state"], (x,))
     log_q = (model(x) / 2).log_softmax(1)[:, :4]
-    truth = 4 * nn.functional.kl_div(log_q, (teacher[:, :4] / 2).softmax(1), reduction="batchmean")
-    torch.testing.assert_close(method._replayed(batch, x, teacher_outputs(model, method.teacher, x), model(x)), truth)
+    expected = 4 * nn.functional.kl_div(log_q, (target[:, :4] / 2).softmax(1), reduction="batchmean")
+    torch.testing.assert_close(
+        method._replay_loss(batch, x, teacher_outputs(model, method.teacher, x), model(x)), expected
+    )
 
 
-def test_shares_follow_the_number_of_tasks():
-    model, method, batch = begun([[0, 1], [2, 3], [4, 5]], "class")
-    whole = method.join(batch)
-    out = model(whole.x)
-    assert len(out) == 2 * len(batch)
-    torch.testing.assert_close(whole.x[: len(batch)], batch.x)
-    torch.testing.assert_close(method.task_loss(whole, out), batch.loss(out[: len(batch)]) / 3)
+def test_weights_follow_the_number_of_tasks():
+    model, method, batch = begin_third_task([[0, 1], [2, 3], [4, 5]], "class")
+    joint_batch = method.join(batch)
+    outputs = model(joint_batch.x)
+    assert len(outputs) == 2 * len(batch)
+    torch.testing.assert_close(joint_batch.x[: len(batch)], batch.x)
+    torch.testing.assert_close(method.task_loss(joint_batch, outputs), batch.loss(outputs[: len(batch)]) / 3)
 
 
-def test_the_past_stays_as_it_was():
+def test_the_old_generator_does_not_change():
     stream = streams.digits("class")
-    model, method = nets.mlp(stream.inputs, stream.outputs, hidden=(8,)), GenerativeReplay(hidden=16, latent=4)
+    model = nets.mlp(stream.inputs, stream.outputs, hidden=(8,))
+    method = GenerativeReplay(hidden=16, latent=4)
     train(model, method, stream[0], iterations=3)
-    kept = {n: v.clone() for n, v in method.latest["generator"].items()}
+    old_weights = {n: v.clone() for n, v in method.latest["generator"].items()}
     train(model, method, stream[1], iterations=3)
-    assert all(torch.equal(v, method.teacher["generator"][n]) for n, v in kept.items())
-    assert any(not torch.equal(v, method.weights[n]) for n, v in kept.items()), "the generator goes on learning"
+    assert all(torch.equal(v, method.teacher["generator"][n]) for n, v in old_weights.items())
+    assert any(not torch.equal(v, method.generator_weights[n]) for n, v in old_weights.items()), (
+        "the current generator is trained"
+    )
 
 
 @pytest.mark.slow
-def test_old_digits_are_kept_without_any_of_them():
+def test_old_digits_are_remembered_without_stored_examples():
     stream = streams.digits("class", tasks=2)
     accuracy = {}
     for method in (Method(), GenerativeReplay(hidden=200, latent=20)):
@@ -102,49 +113,53 @@ def test_old_digits_are_kept_without_any_of_them():
     assert accuracy[GenerativeReplay] > accuracy[Method] + 0.2
 
 
-def test_vectors_and_regression():
+def test_vectors_are_accepted_and_regression_is_refused():
     x = torch.randn(40, 3)
     tasks = [Task((x + t, (x + t).sum(1, keepdim=True)), id=t, likelihood=Gaussian()) for t in range(2)]
-    model, method = nn.Linear(3, 1), GenerativeReplay(hidden=16, latent=2, targets="hard")
+    model = nn.Linear(3, 1)
+    method = GenerativeReplay(hidden=16, latent=2, targets="hard")
     train(model, method, tasks[0], epochs=1)
     assert not method.pixels
-    with pytest.raises(TypeError, match="about classes"):
+    with pytest.raises(TypeError, match="needs classes"):
         train(model, method, tasks[1], epochs=1)
 
 
-def test_inputs_that_leave_their_range_are_refused():
-    method, model = GenerativeReplay(hidden=8, latent=2), nn.Linear(3, 2)
+def test_inputs_outside_the_range_of_the_first_task_raise():
+    method = GenerativeReplay(hidden=8, latent=2)
+    model = nn.Linear(3, 2)
     y = torch.zeros(4, dtype=torch.long)
     method.begin_task(model, (torch.rand(4, 3), y))
-    with pytest.raises(ValueError, match="has begun with inputs in"):
+    with pytest.raises(ValueError, match="was built for inputs in"):
         method.penalty(model, Batch(5 * torch.rand(4, 3), y))
 
 
-def test_a_state_in_mid_task_has_the_generator_as_it_is():
-    method, model = GenerativeReplay(hidden=8, latent=2), nn.Linear(3, 2)
+def test_a_mid_task_state_has_the_current_generator():
+    method = GenerativeReplay(hidden=8, latent=2)
+    model = nn.Linear(3, 2)
     data = torch.rand(4, 3), torch.zeros(4, dtype=torch.long)
     method.begin_task(model, data)
     with torch.no_grad():
         method.parameters()[0].add_(1.0)
-    other = GenerativeReplay(hidden=8, latent=2)
-    other.load_state_dict(method.state_dict())
-    assert all(torch.equal(a, b) for a, b in zip(method.parameters(), other.parameters(), strict=True))
+    loaded = GenerativeReplay(hidden=8, latent=2)
+    loaded.load_state_dict(method.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(method.parameters(), loaded.parameters(), strict=True))
 
 
-def test_inputs_it_cannot_imagine():
+def test_integer_inputs_raise():
     with pytest.raises(TypeError, match="tensors of floating-point numbers"):
         GenerativeReplay().begin_task(
             nn.Linear(2, 2), (torch.ones(4, 2, dtype=torch.long), torch.zeros(4, dtype=torch.long))
         )
 
 
-def test_a_loop_that_does_not_begin_tasks_is_told():
+def test_a_loop_without_begin_task_raises():
     with pytest.raises(ValueError, match=r"no generator yet: call begin_task\(model, task\)"):
         GenerativeReplay().end_task(nn.Linear(2, 2), None)
 
 
 def test_nothing_is_replayed_in_the_first_task():
-    method, model = GenerativeReplay(hidden=8, latent=2), nn.Linear(3, 2)
+    method = GenerativeReplay(hidden=8, latent=2)
+    model = nn.Linear(3, 2)
     batch = Batch(torch.rand(4, 3), torch.zeros(4, dtype=torch.long))
     method.begin_task(model, (batch.x, batch.y))
     method.penalty(model, batch).backward()

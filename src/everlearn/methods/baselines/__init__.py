@@ -1,1 +1,1 @@
-"""Baselines: what a method must beat."""
+"""Baselines that other methods are compared with."""

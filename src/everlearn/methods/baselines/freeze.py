@@ -1,4 +1,4 @@
-"""Freeze: after the first task only the output layer learns, or running statistics stay as they are."""
+"""Freeze: after the first task train only the output layer, or freeze running statistics."""
 
 from __future__ import annotations
 
@@ -21,36 +21,37 @@ HELD_BY_FREEZE = HoldStatistics("Freeze")
 
 @dataclass(eq=False)
 class Freeze(Method):
-    """After the first task only the output layer learns; everything under it is frozen. Or only running statistics are.
+    """Train only the output layer after the first task, or freeze only running statistics.
 
         features:    θ_features = θ*_features of task 1,   L = L_task in θ_output alone
         statistics:  (μ, σ²) of every BatchNorm = those of task 1,   L = L_task in all of θ
 
-    Keeps the features at the price of learning new ones: the other end of the scale from fine-tuning. Frozen parameters
-    have no gradient, so no optimizer, momentum or weight decay moves them, and normalisation layers that track running
-    statistics stay in evaluation mode. An output layer whose weight is also a table of embeddings cannot learn without moving the
-    features, and is refused.
+    The features are preserved, and no new ones are learned: the opposite extreme of fine-tuning. Frozen parameters have
+    no gradient, so that no optimizer, momentum or weight decay moves them. Normalization layers with running statistics
+    stay in evaluation mode. An output layer that shares its weight with an embedding cannot be trained without changing
+    the features, and is refused.
 
-    ``what="statistics"`` freezes nothing but the running statistics, for any other method: ``EWC(100.0) + Freeze("statistics")``. A
-    penalty holds weights, and replay mixes old examples in; the mean and variance that a BatchNorm keeps follow the new data all the
-    same, and old tasks can be lost although hardly a weight moves. After the first task such layers normalize by what they keep, as
-    they do in evaluation mode, in any loop; their scales and shifts go on learning.
+    ``what="statistics"`` freezes only the running statistics, together with any other method:
+    ``EWC(100.0) + Freeze("statistics")``. A penalty constrains weights, and replay mixes old examples in; the running
+    mean and variance of BatchNorm still follow the new data, and accuracy on old tasks can drop although the weights
+    hardly change. After the first task such layers normalize by their running statistics, as in evaluation mode, in any
+    loop; their scales and shifts remain trainable.
 
     Args:
-        what: "features", or "statistics": running statistics alone.
+        what: "features", or "statistics" for running statistics alone.
         output: name of the output layer; by default the last ``nn.Linear``.
     """
 
     traits = Traits(
         family="reference",
-        pro="keeps nothing, and a step costs half a plain one",
-        con="later tasks must do with the first task's features",
+        pro="stores nothing, and a step costs half of fine-tuning's",
+        con="later tasks use the first task's features",
         step=0.5,
         needs_labels=False,
         weak={
-            "task": "later tasks must do with the first task's features: below fine-tuning on the digits",
-            "domain": "its one output layer learns on and forgets: below fine-tuning on the digits",
-            "class": "its one output layer learns on and forgets",
+            "task": "later tasks use the first task's features: below fine-tuning on the digits",
+            "domain": "its one output layer is still trained and forgets: below fine-tuning on the digits",
+            "class": "its one output layer is still trained and forgets",
         },
     )
 
@@ -59,89 +60,108 @@ class Freeze(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.begun: bool = False
-        self.ended: bool = False  # whether any task has
-        self.first: int | None = None  # the first task's id
-        self.frozen: bool = False
-        self._undo: list[Callable[[], object]] = []
-        self._held: list[tuple[Tensor, Tensor]] = []
+        self.has_begun: bool = False  # whether a task has begun
+        self.has_ended: bool = False  # whether a task has ended
+        self.first_task_id: int | None = None
+        self.is_frozen: bool = False
+        self._unfreeze_calls: list[Callable[[], object]] = []
+        self._saved_buffers: list[tuple[Tensor, Tensor]] = []
 
     def begin_task(self, model: nn.Module, task: Any) -> None:
-        """Freeze from the second task on; another chunk of the first task is not yet one."""
+        """Freeze from the second task on; another chunk of the first task does not count as the second."""
         if self.what == "features":
-            self._check_tied(unwrap(model))
-        place = getattr(task, "id", None)
-        self.frozen = self.frozen or (self.begun and (place is None or place != self.first))
-        if not self.begun:
-            self.begun, self.first = True, place
+            self._check_tied_weights(unwrap(model))
+
+        task_id = getattr(task, "id", None)
+        is_later_task = self.has_begun and (task_id is None or task_id != self.first_task_id)
+        self.is_frozen = self.is_frozen or is_later_task
+        if not self.has_begun:
+            self.has_begun = True
+            self.first_task_id = task_id
+
         self.detach(model)
-        if self.frozen:
+        if self.is_frozen:
             self._freeze(model)
 
     def end_task(self, model: nn.Module, task: Any) -> None:
-        """Freeze statistics at once: a loop need not say where the next task begins."""
-        if self.what == "features" and not self.begun:
+        """Freeze statistics at once, so that a loop need not call ``begin_task``."""
+        if self.what == "features" and not self.has_begun:
             raise ValueError(
-                "Freeze.end_task before any begin_task(model, task): features are frozen where the next task begins, so that this loop "
-                "would freeze nothing. Call begin_task before each task's optimizer is made."
+                "Freeze.end_task was called before begin_task(model, task): features are frozen when the next task "
+                "begins, so this loop would freeze nothing. Call begin_task before each task's optimizer is created."
             )
-        self.begun = self.ended = True
+        self.has_begun = True
+        self.has_ended = True
         if self.what == "statistics":
             self._freeze(model)
 
     def resume(self, model: nn.Module, task: Any) -> None:
-        """Freeze it again; statistics also in a loop that has not begun its tasks."""
-        place = getattr(task, "id", None)
-        in_first_task = place is not None and place == self.first
-        if self.frozen or (self.what == "statistics" and self.ended and not in_first_task):
+        """Freeze the model of a checkpoint again; statistics also in a loop that does not call ``begin_task``."""
+        task_id = getattr(task, "id", None)
+        in_first_task = task_id is not None and task_id == self.first_task_id
+        if self.is_frozen or (self.what == "statistics" and self.has_ended and not in_first_task):
             self._freeze(model)
 
     def after_step(self, model: nn.Module) -> None:
-        """Put back buffers that moved all the same: a compiled model may not see a hook that came later."""
-        for buffer, value in self._held:
+        """Restore buffers: a compiled model may ignore hooks that were registered after its compilation."""
+        for buffer, value in self._saved_buffers:
             buffer.copy_(value)
 
     def detach(self, model: nn.Module) -> None:
-        """Let everything learn again."""
-        for undo in self._undo:
-            undo()
-        self._undo, self._held = [], []
-        remove_entry_hooks(model, HELD_BY_FREEZE)  # also from a copied model, whose hooks came with it
+        """Make everything trainable again."""
+        for unfreeze in self._unfreeze_calls:
+            unfreeze()
+        self._unfreeze_calls = []
+        self._saved_buffers = []
 
-    def _check_tied(self, model: nn.Module) -> None:
-        """Refuse an output layer that shares a parameter with what is to be frozen, before any time is spent on training."""
+        # Also from a copied model: its hooks were copied with it.
+        remove_entry_hooks(model, HELD_BY_FREEZE)
+
+    def _check_tied_weights(self, model: nn.Module) -> None:
+        """Raise before training if the output layer shares a parameter with a layer that will be frozen."""
+        # A model without an output layer is refused when it is frozen.
         if self.output is None and not any(isinstance(m, nn.Linear) for m in model.modules()):
-            return  # said where it is to be frozen
+            return
+
         name, output = output_layer(model, self.output)
-        inside = {id(m) for m in output.modules()}
-        own = {id(p) for p in output.parameters()}
-        for place, module in model.named_modules():
-            leaves = [] if id(module) in inside else [n for n, p in module._parameters.items() if id(p) in own]
-            if leaves:
-                raise ValueError(
-                    f"The output layer {name!r} shares its weight with {f'{place}.{leaves[0]}'.lstrip('.')}: with it the features would go on "
-                    f"moving. Give it a weight of its own, model.{name}.weight = nn.Parameter(model.{name}.weight.detach().clone()), or "
-                    "name another layer: Freeze(output=…)."
-                )
+        output_modules = {id(m) for m in output.modules()}
+        output_parameters = {id(p) for p in output.parameters()}
+        for prefix, module in model.named_modules():
+            if id(module) in output_modules:
+                continue
+            for leaf, p in module._parameters.items():
+                if id(p) in output_parameters:
+                    tied_name = f"{prefix}.{leaf}".lstrip(".")
+                    raise ValueError(
+                        f"The output layer {name!r} shares its weight with {tied_name}: training it would change the "
+                        f"features. Give it a separate weight, model.{name}.weight = "
+                        f"nn.Parameter(model.{name}.weight.detach().clone()), or name another layer: Freeze(output=…)."
+                    )
 
     def _freeze(self, model: nn.Module) -> None:
         self.detach(model)
         if self.what == "statistics":
-            layers = list(tracking_layers(model).values())
-            for layer in layers:
-                layer.register_forward_pre_hook(HELD_BY_FREEZE)
-            self._held = [(buffer, buffer.clone()) for layer in layers for buffer in layer.buffers(recurse=False)]
-            seen_by_compiler(model)
-            return
-        model = unwrap(model)
-        _, output = output_layer(model, self.output)
-        learning = {id(p) for p in output.parameters()}
-        for p in model.parameters():
-            if id(p) not in learning and p.requires_grad:
-                p.requires_grad_(False)
-                p.grad = None  # a gradient left over would still be stepped on
-                self._undo.append(partial(p.requires_grad_, True))
+            self._freeze_statistics(model)
+        else:
+            self._freeze_features(unwrap(model))
+
+    def _freeze_statistics(self, model: nn.Module) -> None:
         for layer in tracking_layers(model).values():
             layer.register_forward_pre_hook(HELD_BY_FREEZE)
-        own = {id(b) for b in output.buffers()}
-        self._held = [(b, b.clone()) for b in model.buffers() if id(b) not in own]
+            self._saved_buffers += [(buffer, buffer.clone()) for buffer in layer.buffers(recurse=False)]
+        seen_by_compiler(model)
+
+    def _freeze_features(self, model: nn.Module) -> None:
+        """Freeze all parameters and buffers outside the output layer."""
+        _, output = output_layer(model, self.output)
+        output_parameters = {id(p) for p in output.parameters()}
+        for p in model.parameters():
+            if id(p) not in output_parameters and p.requires_grad:
+                p.requires_grad_(False)
+                p.grad = None  # an optimizer would still apply an old gradient
+                self._unfreeze_calls.append(partial(p.requires_grad_, True))
+
+        for layer in tracking_layers(model).values():
+            layer.register_forward_pre_hook(HELD_BY_FREEZE)
+        output_buffers = {id(b) for b in output.buffers()}
+        self._saved_buffers = [(b, b.clone()) for b in model.buffers() if id(b) not in output_buffers]

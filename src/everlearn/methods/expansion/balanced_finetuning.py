@@ -66,6 +66,7 @@ def fit_classifier(
         temperature: of the softmax.
         decay: weight decay.
     """
+    # The curvature of the loss grows with mean ‖φ‖² / temperature².
     mean_squared_norm = float(pool.x.square().sum(1).mean())
     lr = min(lr, 2 * temperature**2 / max(mean_squared_norm, 1e-12))
     classifier = copy.deepcopy(start).requires_grad_(True)
@@ -114,5 +115,6 @@ def transform_by_task(x: Any, t: Tensor, transforms: dict[int, Transform | None]
         task_rows.append(rows)
         transformed_parts.append(part)
 
+    # The parts are ordered by task, the result as the inputs.
     original_order = torch.cat(task_rows).argsort()
     return tree_map(lambda *parts: torch.cat(parts)[original_order], *transformed_parts)

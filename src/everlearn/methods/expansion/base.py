@@ -1,4 +1,4 @@
-"""What growing methods share: units added beside the model's, each with the task it was added in."""
+"""Base class of methods that add units to a network, with a record of the task that each block of units belongs to."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from everlearn.core.batch import Batch
-from everlearn.core.parameters import Params, all_parameters, check_finite, grown, unwrap
+from everlearn.core.parameters import Params, check_finite, grown, unwrap
 from everlearn.core.task import Task
-from everlearn.methods.expansion.added_units import AddedUnits, Block, View, learning
-from everlearn.methods.expansion.loop_guard import Watch, has_validation, validation_loss
-from everlearn.methods.expansion.merge_units import merge
-from everlearn.methods.isolation.base import Isolation, kept, remembered_state
+from everlearn.methods.expansion.added_units import AddedUnits, Block, View, as_parameters
+from everlearn.methods.expansion.loop_guard import LoopGuard, has_validation_data, validation_loss
+from everlearn.methods.expansion.merge_units import merge_units
+from everlearn.methods.isolation.base import Isolation, copy_task_params, select_task_params
 from everlearn.runtime import distributed
 from everlearn.surgery.freezing import FrozenEntries, seen_by_compiler
 from everlearn.surgery.functional import call_with, filled_copy
@@ -25,277 +25,351 @@ from everlearn.surgery.proximal import group_norms, group_soft_threshold_
 from everlearn.surgery.resize import unit_columns
 from everlearn.surgery.tracing import Link
 
-START = 3**-0.5  # the norm of a new unit's weights, U(-1/√n, 1/√n) each
+INITIAL_NORM = 3**-0.5  # root mean square of ‖v‖₂ for n weights drawn from U(-1/√n, 1/√n)
 
 
 @dataclass(eq=False)
 class Expansion(Isolation):
-    """A network that gets new units, and answers for every task with those it had when the task ended.
+    """Network expansion: tasks add units, and each task keeps the units that existed when it ended.
 
-    The model's own tensors keep their shapes, so checkpoints of it fit; added units are state of the method, beside the model.
+    The model's tensors keep their shapes, so that its checkpoints fit. Added units are state of the method.
 
     Args:
-        groups: which layer's units go where, instead of tracing; see ``everlearn.surgery.tracing.links``.
-        output: name of the output layer, which every task has for itself; by default the last ``nn.Linear``.
+        groups: which layer's units lead into which layer, instead of tracing; see ``everlearn.surgery.tracing.links``.
+        output: name of the output layer, of which each task has its own; by default the last ``nn.Linear``.
     """
 
     groups: dict[str, Any] | None = field(default=None, kw_only=True)
     output: str | None = field(default=None, kw_only=True)
-    free: ClassVar[bool] = False  # whether old units may read added ones
+    old_units_read_added: ClassVar[bool] = False  # whether old units may receive from added ones
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.blocks: list[Block] = []  # the units of tasks that have ended
-        self.stamps: list[int] = []  # in which task each block was added, counted from 0
-        self.reads: list[Params] = []  # how each task's output layer reads added units
-        self.live: Block = {}  # the units of the task that is being learned; those asleep are zero
-        self.awake: dict[str, int] = {}
-        self.read: Params = {}
+        self.blocks: list[Block] = []  # units of ended tasks
+        self.block_task: list[int] = []  # index of the task that added each block
+        self.head_weights: list[Params] = []  # weights of each task's output layer for added units
+        self.current_block: Block = {}  # units of the current task; inactive ones are zero
+        self.active_units: dict[str, int] = {}  # how many units of the current block take part, by layer
+        self.current_head: Params = {}  # weight of the current output layer for added units
         self.seed = 0
-        self.steps = 0  # of this task
-        self.heard, self.hearings = 0.0, 0  # the training loss since it was asked for
+        self.steps = 0  # of the current task
+        self.loss_sum = 0.0  # of training losses since the last comparison with the threshold
+        self.loss_count = 0
         self._task: Task | None = None
-        self._planned: int | None = None  # steps
-        self._watch = Watch(type(self).__name__, None, False, False)
-        self._beside: AddedUnits | None = None
+        self._planned_steps: int | None = None
+        self._loop_guard = LoopGuard(type(self).__name__, None, False, False)
+        self._added_units: AddedUnits | None = None
 
     def parameters(self) -> list[nn.Parameter]:
-        """Those of the current task's units, also of units asleep, and how its output layer reads added units."""
-        every = [v for tensors in [*self.live.values(), self.read] for v in tensors.values()]
-        return [v for v in every if isinstance(v, nn.Parameter) and v.numel()]
+        """List the parameters of the current task's units, also inactive ones, and the head's weights for them."""
+        tensors: list[Tensor] = []
+        for layer_tensors in [*self.current_block.values(), self.current_head]:
+            tensors += layer_tensors.values()
+        return [v for v in tensors if isinstance(v, nn.Parameter) and v.numel()]
 
     def predict_as(self, model: nn.Module, x: Any, k: int) -> Tensor:
-        """With the units there were at the end of the k-th task, and its output layer."""
-        with self._on(model) as beside, beside.showing(self._view(k)):
-            return call_with(model, self.own[k], x)
+        """Compute the outputs of task k, counted from 0, with its units and its output layer."""
+        with self._temporarily_attached(model) as added_units, added_units.using_view(self._task_view(k)):
+            return call_with(model, self.task_params[k], x)
 
-    def current(self, model: nn.Module, x: Any) -> Tensor:
-        """With all units, and of the task that is being learned those awake."""
+    def predict_current(self, model: nn.Module, x: Any) -> Tensor:
+        """Compute outputs with all units; of the current task's units with the active ones."""
         if not self.tasks:
-            return super().current(model, x)
-        with self._on(model):
-            return super().current(model, x)
+            return super().predict_current(model, x)
+        with self._temporarily_attached(model):
+            return super().predict_current(model, x)
 
     def growth(self) -> dict[int, dict[str, int]]:
-        """For every task, how many units it added to each layer."""
-        added: dict[int, dict[str, int]] = {number: {} for number in self.tasks[: len(self.own)]}
-        for k, block in zip(self.stamps, self.blocks, strict=True):
-            mine = added[self.tasks[k]]
+        """Return how many units each task added to each layer."""
+        units_by_task: dict[int, dict[str, int]] = {task_id: {} for task_id in self.tasks[: len(self.task_params)]}
+        for k, block in zip(self.block_task, self.blocks, strict=True):
+            # A task in several parts has several blocks.
+            layer_units = units_by_task[self.tasks[k]]
             for name, tensors in block.items():
-                mine[name] = mine.get(name, 0) + len(tensors["weight"])
-        return added
+                layer_units[name] = layer_units.get(name, 0) + len(tensors["weight"])
+        return units_by_task
 
     def diagnostics(self) -> dict[str, float]:
-        """Units added so far."""
-        units = sum(n for added in self.growth().values() for n in added.values())
-        return {"units added so far": units} if self.own else {}
+        """Return the number of units added so far."""
+        if not self.task_params:
+            return {}
+        return {"units added so far": sum(sum(layer_units.values()) for layer_units in self.growth().values())}
 
     def extra_parameters(self, model: nn.Module) -> int:
-        """Those of added units and of what reads them, and every earlier task's output layer."""
-        tensors = [v for read in self.reads for v in read.values()]
-        tensors += [v for b in self.blocks for t in b.values() for n, v in t.items() if "running" not in n]
-        every = {id(v): v for v in [*tensors, *self.parameters()]}
-        return self.count_own(model) + sum(v.numel() for v in every.values())
+        """Count the parameters of added units, of their consumers, and of each earlier task's output layer."""
+        tensors: list[Tensor] = list(self.parameters())
+        for head_weight in self.head_weights:
+            tensors += head_weight.values()
+        for block in self.blocks:
+            for layer_tensors in block.values():
+                tensors += [v for leaf, v in layer_tensors.items() if "running" not in leaf]
+
+        # Trainable blocks of earlier tasks are among ``parameters()`` too.
+        distinct_tensors = {id(v): v for v in tensors}
+        return self.count_task_params(model) + sum(v.numel() for v in distinct_tensors.values())
 
     def export(self, model: nn.Module, task: int) -> nn.Module:
-        """A plain module that answers as the task with this number: the model as wide as it was then.
+        """Return a plain module that computes the outputs of one task: a copy of the model as wide as it was then.
 
-        It has all outputs of the output layer. Those of classes that the task did not have were never taught to be low: compare
-        only those that it had.
+        The module has all outputs of the output layer. Those of classes that the task did not have were never trained:
+        compare only the outputs of the task's classes.
+
+        Args:
+            model: the trained model.
+            task: id of the task.
         """
-        k = self.place(task)
-        with self._on(model) as beside:
+        k = self.find_task_index(task)
+        with self._temporarily_attached(model) as added_units:
             with without_hooks(unwrap(model)):
-                alone = filled_copy(model, self.own[k])
-            merge(beside, alone, self._view(k))
-        FrozenEntries().release(alone)
-        return alone
+                plain_model = filled_copy(model, self.task_params[k])
+            merge_units(added_units, plain_model, self._task_view(k))
+        FrozenEntries().release(plain_model)
+        return plain_model
 
     def detach(self, model: nn.Module) -> None:
-        """Take off the added units and unlock everything; the model is then that of the first task, with the last's outputs."""
+        """Remove the added units and unlock all entries: the model of the first task, with the last output layer."""
         inner = unwrap(model)
-        learns = self._beside is not None and self._beside.is_on(inner)
-        (self._locks if learns else FrozenEntries()).release(
-            model
-        )  # from a copy of the model that learns, only its hooks
+        if self._added_units is not None and self._added_units.is_attached_to(inner):
+            self._locks.release(model)
+        else:
+            # A copy of the trained model has hooks only; the locks belong to the original.
+            FrozenEntries().release(model)
         remove_hooks(inner)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what another had learned; the next ``begin_task`` or ``predict`` puts it on a model."""
+        """Load a state; the next ``begin_task`` or ``predict`` attaches its units to the model."""
         super().load_state_dict(state)
-        self._beside = None
+        self._added_units = None
 
-    def _attach(self, model: nn.Module) -> AddedUnits:
-        """Our hooks on the model, with all that there is now; other methods' off."""
-        if self._beside is None or not self._beside.is_on(unwrap(model)):
-            self._beside = AddedUnits(model, self.groups, self.output, self.free)
-            seen_by_compiler(model)
-        self._beside.view = self._beside.placed(self._view())
-        return self._beside
-
-    @contextmanager
-    def _on(self, model: nn.Module) -> Iterator[AddedUnits]:
-        """Our hooks on a model that is only asked: another method may be learning there."""
-        inner, before = unwrap(model), self._beside
-        if before is not None and before.is_on(inner):
-            yield self._attach(model)
-            return
-        with temporarily_unhooked(inner) as theirs:
-            yield self._attach(model)
-        self._beside = before if theirs else self._beside
-
-    @torch.no_grad()
-    def _move(self, beside: AddedUnits) -> None:
-        """All of ours to where the model is: it may have been moved, or a checkpoint come from elsewhere."""
-        self.blocks = beside.placed(View(self.blocks)).blocks
-        live = beside.placed(View([self.live], self.read.get("weight")))
-        self.live = learning(live.blocks[0])
-        if live.head is not None:
-            self.read = learning({"": {"weight": live.head}})[""]
-
-    def _view(self, k: int | None = None) -> View:
-        """What takes part: for the k-th task, its units; else all, and those awake of the current task."""
-        if k is None and self.open:
-            if not self.live:
-                return View()
-            return View([*self.blocks, self.live], self.read.get("weight"), self.awake)
-        k = len(self.own) - 1 if k is None else k
-        blocks = [block for stamp, block in zip(self.stamps, self.blocks, strict=True) if stamp <= k]
-        return View(blocks, self.reads[k].get("weight") if k >= 0 else None)
-
-    def _before(self, beside: AddedUnits) -> dict[str, int]:
-        """How many units earlier tasks have added to each layer."""
-        there = View(self.blocks)
-        return {name: there.count(name) for name in beside.links_by_producer}
-
-    def _lock(self, model: nn.Module) -> None:
-        """From the second task on, all of the model but its output layer."""
-        self._locks.release(model)
-        if len(self.tasks) > 1:
-            own = kept(model, self.output, rest=False)
-            for name, p in all_parameters(model).items():
-                if name not in own:  # locked, not frozen: without gradients torch's transformers round in another way
-                    self._locks.lock(model, name, torch.ones_like(p, dtype=torch.bool))
-            self._locks.lock_buffers(model, {n for n, _ in unwrap(model).named_buffers()})
-
-    def _make(self, beside: AddedUnits, room: dict[str, int]) -> None:
-        """Units for the task, asleep: all zero, which no optimizer moves as long as they have no gradient."""
-        before = self._before(beside)
-        self.live = learning(beside.empty(before, room))
-        self.awake = dict.fromkeys(beside.links_by_producer, 0)
-        if link := beside.feeds.get(beside.head):
-            head = beside.weight(beside.head)
-            old = self.reads[-1].get("weight", head.new_zeros(len(head), 0))
-            width = (before[link.producer] + room[link.producer]) * link.repeat
-            self.read = {"weight": nn.Parameter(grown(old.to(head), (len(head), width)).clone())}
-
-    def _begin(self, task: Task, planned: int | None) -> None:
-        """Watch the loop, which may be anybody's."""
-        self._task, self._planned = task, planned
-        self._watch = Watch(type(self).__name__, planned, not self.steps, bool(self.live))
-
-    def _before_step(self) -> None:
+    def before_step(self, model: nn.Module) -> None:
+        """Raise if no task has begun."""
         if not self.tasks:
-            raise ValueError(
-                f"{type(self).__name__} knows of no task: call begin_task(model, task) before the first step."
-            )
-        self._watch.before_step(self.parameters())
+            raise ValueError(f"{type(self).__name__} has no task: call begin_task(model, task) before the first step.")
+        self._loop_guard.before_step(self.parameters())
 
-    def _after_step(self) -> None:
-        self._watch.after_step()
+    def after_step(self, model: nn.Module) -> None:
+        """Count the step."""
+        self._loop_guard.after_step()
         self.steps += 1
 
-    def _check(self, model: nn.Module) -> None:
-        """Nothing locked has moved, and all is finite."""
-        self._locks.check(model, type(self).__name__)
-        check_finite({str(i): p for i, p in enumerate([*unwrap(model).parameters(), *self.parameters()])})
+    # Attaching the units to a model.
 
-    def _settle(self, beside: AddedUnits, alive: dict[str, Tensor]) -> None:
-        """Of the task's units, these become a block of the network."""
-        k = len(self.tasks) - 1
-        block, read = beside.part(self.live, self.read.get("weight"), self._before(beside), alive)
-        self.reads = [*self.reads[:k], {} if read is None else {"weight": read}]
-        if any(len(rows) for rows in alive.values()):
-            self.blocks.append(block)
-            self.stamps.append(k)
-        for p in self.parameters():
-            p.grad = None  # a live optimizer would go on moving them
-        self.live, self.awake, self.read = {}, {}, {}
+    def _attach_units(self, model: nn.Module) -> AddedUnits:
+        """Register the hooks on a model in place of other methods' hooks, and compute all current units."""
+        if self._added_units is None or not self._added_units.is_attached_to(unwrap(model)):
+            self._added_units = AddedUnits(model, self.groups, self.output, self.old_units_read_added)
+            seen_by_compiler(model)
+        self._added_units.view = self._added_units.move_view(self._task_view())
+        return self._added_units
 
-    def _keep(self, model: nn.Module) -> None:
-        """The task's output layer, and that it has ended."""
-        if len(self.reads) < len(self.tasks):
-            self.reads.append({})
-        own = kept(model, self.output, rest=False)
-        self.close_task(model, remembered_state(model, own))
-        self._task = None  # or its data would live as long as the method
-        self._attach(model)
+    @contextmanager
+    def _temporarily_attached(self, model: nn.Module) -> Iterator[AddedUnits]:
+        """Attach the units for prediction; another method that trains the model gets its hooks back afterward."""
+        previous_units = self._added_units
+        if previous_units is not None and previous_units.is_attached_to(unwrap(model)):
+            yield self._attach_units(model)
+            return
 
-    def _groups(self, beside: AddedUnits, name: str) -> tuple[list[Tensor], float]:
-        """What decides whether each unit says anything, and its length at first: its scale after BatchNorm, or what it reads."""
-        tensors, last = self.live[name], f"norm{len(beside.links_by_producer[name].norms) - 1}"
-        if f"{last}.weight" in tensors:  # which undoes any scale before it
-            return [tensors[f"{last}.weight"], tensors[f"{last}.bias"]], 1.0
-        return [tensors[n] for n in ("weight", "inner", "bias") if n in tensors], START
+        with temporarily_unhooked(unwrap(model)) as had_hooks:
+            yield self._attach_units(model)
+        if had_hooks:
+            self._added_units = previous_units
 
     @torch.no_grad()
-    def _shrink(self, beside: AddedUnits, share: float) -> None:
-        """The group lasso's proximal step for the units awake, by a share of their first length."""
-        for name, n in self.awake.items():
-            if n:
-                groups, size = self._groups(beside, name)
-                left = group_soft_threshold_([g[:n] for g in groups], share * size)
-                if not left.all():
-                    self._silence(beside, name, (~left).nonzero().flatten())
+    def _move_to_model(self, added_units: AddedUnits) -> None:
+        """Move all units to the model's device and dtype, which may have changed, or differ from a checkpoint's."""
+        self.blocks = added_units.move_view(View(self.blocks)).blocks
+        current_view = added_units.move_view(View([self.current_block], self.current_head.get("weight")))
+        self.current_block = as_parameters(current_view.blocks[0])
+        if current_view.head is not None:
+            self.current_head = as_parameters({"": {"weight": current_view.head}})[""]
 
-    def _silence(self, beside: AddedUnits, name: str, dead: Tensor) -> None:
-        """Nobody reads a unit that reads nothing, so it can go without a trace even where f(0) is not 0."""
-        link = beside.links_by_producer[name]
-        read = unit_columns(dead + View(self.blocks).count(name), link.repeat)
-        if "out" in self.live[name]:
-            self.live[name]["out"][:, unit_columns(dead, link.repeat)] = 0
-        if link.consumer in self.live:
-            self.live[link.consumer]["inner"][:, read] = 0
-        if link.consumer == beside.head:
-            self.read["weight"][:, read] = 0
+    def _task_view(self, k: int | None = None) -> View:
+        """Return the units of task k, counted from 0; by default all, with the active ones of the current task."""
+        if k is None and self.is_open:
+            if not self.current_block:
+                return View()
+            return View([*self.blocks, self.current_block], self.current_head.get("weight"), self.active_units)
 
-    def _alive(self, beside: AddedUnits) -> dict[str, Tensor]:
-        """The units awake that read something and that somebody reads."""
-        alive = {n: group_norms([g[:a] for g in self._groups(beside, n)[0]]).ne(0) for n, a in self.awake.items()}
-        for _ in alive:  # as often as there are layers: who is read by the dead alone is dead too
-            for name, link in beside.links_by_producer.items():
-                alive[name] &= self._heard(name, link, alive)
-        return {n: some.nonzero().flatten() for n, some in alive.items()}
+        if k is None:
+            k = len(self.task_params) - 1
+        if k < 0:
+            return View()
+        blocks = [block for block_k, block in zip(self.block_task, self.blocks, strict=True) if block_k <= k]
+        return View(blocks, self.head_weights[k].get("weight"))
 
-    def _heard(self, name: str, link: Link, alive: dict[str, Tensor]) -> Tensor:
-        """Of the units awake, which somebody alive reads."""
-        first, width = View(self.blocks).count(name) * link.repeat, self.awake[name] * link.repeat
-        readers = [self.live[name]["out"][:, :width]] if "out" in self.live[name] else []
-        if link.consumer in alive:
-            there = alive[link.consumer].nonzero().flatten()
-            readers.append(self.live[link.consumer]["inner"][there, first : first + width])
-        elif not readers:
-            readers.append(self.read["weight"][:, first : first + width])
-        heard = torch.stack([r.ne(0).transpose(0, 1).flatten(1).any(1) for r in readers]).any(0)
-        return heard.view(-1, link.repeat).any(1)
+    # Beginning, training and ending a task.
 
-    def _hear(self, batch: Batch, out: Tensor) -> None:
-        if not has_validation(self._task):
-            self.heard += float(batch.loss(out))
-            self.hearings += 1
+    def _reset_task(self) -> None:
+        """Clear the state of the previous task."""
+        self.steps = 0
+        self.loss_sum = 0.0
+        self.loss_count = 0
+        self.current_block = {}
+        self.active_units = {}
+        self.current_head = {}
 
-    def _loss(self, model: nn.Module) -> float:
-        """On the validation data, or else what was heard in training."""
-        self._watch.looked = True
-        if self._task is not None and has_validation(self._task):
+    def _create_units(self, added_units: AddedUnits, new_units: dict[str, int]) -> None:
+        """Create inactive units for a task. They are zero, and no optimizer moves them while they have no gradient."""
+        earlier_units = self._count_earlier_units(added_units)
+        self.current_block = as_parameters(added_units.create_block(earlier_units, new_units))
+        self.active_units = dict.fromkeys(added_units.links_by_producer, 0)
+
+        # The new output layer starts with the previous task's weights for earlier units.
+        link = added_units.links_by_consumer.get(added_units.head)
+        if link is not None:
+            output_weight = added_units.layer_weight(added_units.head)
+            num_outputs = len(output_weight)
+            old_weight = self.head_weights[-1].get("weight", output_weight.new_zeros(num_outputs, 0))
+            width = (earlier_units[link.producer] + new_units[link.producer]) * link.repeat
+            wide_weight = grown(old_weight.to(output_weight), (num_outputs, width))
+            self.current_head = {"weight": nn.Parameter(wide_weight.clone())}
+
+    def _count_earlier_units(self, added_units: AddedUnits) -> dict[str, int]:
+        """Count the units that earlier tasks added to each layer."""
+        view = View(self.blocks)
+        return {name: view.count(name) for name in added_units.links_by_producer}
+
+    def _lock_protected(self, model: nn.Module) -> None:
+        """Lock the protected entries and all buffers, from the second task on."""
+        self._locks.release(model)
+        if len(self.tasks) < 2:
+            return
+
+        # Entries are locked, not frozen: without gradients, torch's transformers use kernels that round differently.
+        for name, mask in self.protected_entries(model, len(self.tasks)).items():
+            self._locks.lock(model, name, mask)
+        self._locks.lock_buffers(model, {name for name, _ in unwrap(model).named_buffers()})
+
+    def _start_guard(self, task: Task, planned_steps: int | None) -> None:
+        """Start checking the training loop of a task."""
+        self._task = task
+        self._planned_steps = planned_steps
+        is_first_step = not self.steps
+        may_grow = bool(self.current_block)
+        self._loop_guard = LoopGuard(type(self).__name__, planned_steps, is_first_step, may_grow)
+
+    def _record_loss(self, batch: Batch, outputs: Tensor) -> None:
+        """Add the training loss to its running sum, unless validation data will be used."""
+        if not has_validation_data(self._task):
+            self.loss_sum += float(batch.loss(outputs))
+            self.loss_count += 1
+
+    def _compute_loss(self, model: nn.Module) -> float:
+        """Compute the loss to compare with the threshold: on the validation data, or the mean of recorded ones."""
+        self._loop_guard.has_compared_loss = True
+        if self._task is not None and has_validation_data(self._task):
             return validation_loss(model, self._task)
-        if not self.hearings:
+        if not self.loss_count:
             raise ValueError(
-                f"{type(self).__name__} has heard no training loss to compare with its threshold: take the loss of your loop from "
-                "method.loss(model, batch), or give the task validation data."
+                f"{type(self).__name__} has no training loss to compare with its threshold: compute the loss of your "
+                "loop with method.loss(model, batch), or give the task validation data."
             )
-        mean = distributed.sum_across(self.heard) / distributed.sum_across(
-            self.hearings
-        )  # or processes would grow apart
-        self.heard, self.hearings = 0.0, 0
-        return mean
+
+        # All processes must take the same decision.
+        mean_loss = distributed.sum_across(self.loss_sum) / distributed.sum_across(self.loss_count)
+        self.loss_sum = 0.0
+        self.loss_count = 0
+        return mean_loss
+
+    def _check_model(self, model: nn.Module) -> None:
+        """Raise if a locked entry has moved, or if a parameter is not finite."""
+        self._locks.check(model, type(self).__name__)
+        parameters = [*unwrap(model).parameters(), *self.parameters()]
+        check_finite({str(i): p for i, p in enumerate(parameters)})
+
+    def _add_block(self, added_units: AddedUnits, selected: dict[str, Tensor]) -> None:
+        """Add the selected units of the current task to the network's blocks, and discard the others."""
+        k = len(self.tasks) - 1
+        earlier_units = self._count_earlier_units(added_units)
+        block, head_weight = added_units.select_units(
+            self.current_block, self.current_head.get("weight"), earlier_units, selected
+        )
+        self.head_weights = self.head_weights[:k]
+        self.head_weights.append({} if head_weight is None else {"weight": head_weight})
+        if any(len(rows) for rows in selected.values()):
+            self.blocks.append(block)
+            self.block_task.append(k)
+
+        # Without a gradient, an optimizer that is still in use does not move the parameters.
+        for p in self.parameters():
+            p.grad = None
+        self.current_block = {}
+        self.active_units = {}
+        self.current_head = {}
+
+    def _store_task(self, model: nn.Module) -> None:
+        """Store the task's output layer and close the task."""
+        if len(self.head_weights) < len(self.tasks):
+            self.head_weights.append({})
+        task_params = select_task_params(model, self.output, rest=False)
+        self.close_task(model, copy_task_params(model, task_params))
+        self._task = None  # releases the task's data
+        self._attach_units(model)
+
+    # Removing units of the current task.
+
+    def _unit_groups(self, added_units: AddedUnits, name: str) -> tuple[list[Tensor], float]:
+        """Return the tensors of the group lasso, a row per unit of a layer, and the initial norm of a unit's group.
+
+        The group is the unit's scale and shift in the last BatchNorm, which undoes any scale before it, or else its
+        incoming weights and bias.
+        """
+        tensors = self.current_block[name]
+        last_norm = f"norm{len(added_units.links_by_producer[name].norms) - 1}"
+        if f"{last_norm}.weight" in tensors:
+            return [tensors[f"{last_norm}.weight"], tensors[f"{last_norm}.bias"]], 1.0
+        return [tensors[leaf] for leaf in ("weight", "inner", "bias") if leaf in tensors], INITIAL_NORM
+
+    @torch.no_grad()
+    def _shrink_units(self, added_units: AddedUnits, share: float) -> None:
+        """Apply the proximal step of the group lasso to the active units, by a share of their initial norm."""
+        for name, count in self.active_units.items():
+            if not count:
+                continue
+            groups, initial_norm = self._unit_groups(added_units, name)
+            is_nonzero = group_soft_threshold_([g[:count] for g in groups], share * initial_norm)
+            if not is_nonzero.all():
+                self._zero_outgoing(added_units, name, (~is_nonzero).nonzero().flatten())
+
+    def _zero_outgoing(self, added_units: AddedUnits, name: str, units: Tensor) -> None:
+        """Zero the outgoing weights of units, which can then be removed exactly, even where f(0) is not 0."""
+        link = added_units.links_by_producer[name]
+        columns = unit_columns(units + View(self.blocks).count(name), link.repeat)
+        if "out" in self.current_block[name]:
+            self.current_block[name]["out"][:, unit_columns(units, link.repeat)] = 0
+        if link.consumer in self.current_block:
+            self.current_block[link.consumer]["inner"][:, columns] = 0
+        if link.consumer == added_units.head:
+            self.current_head["weight"][:, columns] = 0
+
+    def _connected_units(self, added_units: AddedUnits) -> dict[str, Tensor]:
+        """Find the active units with nonzero incoming and outgoing weights, by layer."""
+        is_connected: dict[str, Tensor] = {}
+        for name, count in self.active_units.items():
+            groups, _ = self._unit_groups(added_units, name)
+            is_connected[name] = group_norms([g[:count] for g in groups]).ne(0)
+
+        # A unit that leads into disconnected units alone is disconnected; a pass per layer reaches the first layer.
+        for _ in is_connected:
+            for name, link in added_units.links_by_producer.items():
+                is_connected[name] &= self._has_consumer(name, link, is_connected)
+        return {name: mask.nonzero().flatten() for name, mask in is_connected.items()}
+
+    def _has_consumer(self, name: str, link: Link, is_connected: dict[str, Tensor]) -> Tensor:
+        """Return which active units of a layer lead into a connected unit or an output."""
+        first_column = View(self.blocks).count(name) * link.repeat
+        width = self.active_units[name] * link.repeat
+        columns = slice(first_column, first_column + width)
+
+        outgoing_weights = []
+        if "out" in self.current_block[name]:
+            outgoing_weights.append(self.current_block[name]["out"][:, :width])
+        if link.consumer in is_connected:
+            rows = is_connected[link.consumer].nonzero().flatten()
+            outgoing_weights.append(self.current_block[link.consumer]["inner"][rows, columns])
+        elif not outgoing_weights:
+            outgoing_weights.append(self.current_head["weight"][:, columns])
+
+        has_weight = torch.stack([w.ne(0).transpose(0, 1).flatten(1).any(1) for w in outgoing_weights]).any(0)
+        return has_weight.view(-1, link.repeat).any(1)

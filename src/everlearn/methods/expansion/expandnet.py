@@ -1,4 +1,4 @@
-"""ExpandNet: what is learned stays, and a network that cannot do a task grows until it can."""
+"""ExpandNet: freeze what is learned, and add units until the network can learn the task."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from everlearn.core.parameters import Params, all_parameters
 from everlearn.core.task import as_task
 from everlearn.core.traits import Traits
 from everlearn.methods.expansion.base import Expansion
-from everlearn.methods.isolation.base import kept
+from everlearn.methods.isolation.base import select_task_params
 from everlearn.runtime.randomness import derive
 from everlearn.surgery.resize import check_precision
 
@@ -23,30 +23,31 @@ Count = Annotated[int, Range(1)]
 
 @dataclass(eq=False)
 class ExpandNet(Expansion):
-    """ExpandNet, defined by this library: grow when, and as far as, a task needs it.
+    """ExpandNet, defined by this library: add units when a task needs them, and only as many.
 
-        task 1:      plain training
-        task k > 1:  all that was learned is locked; a new output layer reads it, and learns alone at first
-        look:        if the loss is above the threshold, every growable layer gets new units, which read old and new ones and
-                     are read by new ones and the task's output layer alone (a block-triangular weight matrix)
-        lasso:       v ← v · max(0, 1 - c/‖v‖₂) after every step, v what a new unit reads; one that reads nothing is removed
-        f(x, k):     the units that there were at the end of task k
-        L = L_task, in the task's output layer and the new units
+        task 1:      ordinary training
+        task k > 1:  all learned weights are locked; the task's output layer is trained, at first alone
+        look:        if the loss is above the threshold, each growable layer gets new units. They receive from old and
+                     new units and lead into new units and the task's output layer (block-triangular weights)
+        lasso:       v ← v · max(0, 1 - c/‖v‖₂) after each step, v the incoming weights of a new unit; units with v = 0
+                     are removed
+        f(x, k):     the units that existed at the end of task k
+        L = L_task, minimized over the task's output layer and the new units
 
-    Nothing of an earlier task ever changes, bit for bit. Layers are found by tracing: linear or convolution layers with nothing
-    between them and the next that mixes units. New units that lead into no such layer (a residual stream) are heard there, from
-    their task on. A loop of your own speaks ``loss``, ``before_step`` and ``after_step``; set ``task.steps``, or call
-    ``look_now(model)`` yourself.
+    The outputs of an earlier task never change, bit for bit. Tracing finds the layers that can grow: linear or
+    convolution layers with nothing between them and the next one that mixes units. New units that lead into another
+    layer (a residual stream) contribute there in their own and later tasks. A custom loop calls ``loss``,
+    ``before_step`` and ``after_step``; set ``task.steps``, or call ``look_now(model)``.
 
     Args:
         units: new units per layer each time the network grows.
-        threshold: the loss up to which a task needs no more units: on the validation data of the task if it has any, or else
-            the mean training loss over the second half of the steps since the last look.
-        look: share of a task's steps after which to look at the loss, and again after as many.
-        rounds: how often to look, so a task gets at most units · rounds units per layer.
-        max_units: most units that a layer may get over all tasks.
-        sparsity: share of its first length that v would lose over a task if the loss did not hold it (c is that per step). Values
-            that remove units, from about 1.5 on, cost accuracy; the default only shortens.
+        threshold: loss up to which a task needs no more units: on the task's validation data, or without them the mean
+            training loss over the second half of the steps since the last look.
+        look: share of a task's steps from one look at the loss to the next.
+        rounds: number of looks, so that a task adds at most units · rounds units to a layer.
+        max_units: maximum number of units added to a layer over all tasks.
+        sparsity: share of its initial norm that v would lose over a task without a gradient; c is the part of one
+            step. Values that remove units, from about 1.5, cost accuracy; the default only shrinks v.
     """
 
     traits = Traits(
@@ -55,7 +56,7 @@ class ExpandNet(Expansion):
         con="a threshold to choose, in units of the loss",
         step=2.0,
         step_growth=0.1,
-        copies=(0.0, 0.1, 0.09),  # where every task takes all the units it may
+        copies=(0.0, 0.1, 0.09),  # if each task takes all the units it may
         needs_task=True,
         zero_forgetting=True,
         grows=True,
@@ -78,79 +79,103 @@ class ExpandNet(Expansion):
             )
 
     def begin_task(self, model: nn.Module, task: Any) -> None:
-        """Lock what is learned; units that may be needed are made, asleep."""
+        """Lock the learned weights, and create inactive units for the task."""
         self.check_between_tasks(model, task)
-        self._beside = None  # layers may have been replaced since
-        beside = self._attach(model)
+        self._added_units = None  # layers may have been replaced since
+        added_units = self._attach_units(model)
         if self.sparsity:
-            check_precision("ExpandNet", map(beside.weight, beside.links_by_producer), "sparsity=0")
-        self._move(beside)
+            check_precision("ExpandNet", map(added_units.layer_weight, added_units.links_by_producer), "sparsity=0")
+        self._move_to_model(added_units)
+
         if self.open_task(task):
-            self.steps, self.heard, self.hearings = 0, 0.0, 0
-            self.live, self.awake, self.read = {}, {}, {}
+            self._reset_task()
             if len(self.tasks) == 1:
                 self.seed = torch.initial_seed()
             else:
-                there, most = self._before(beside), self.units * self.rounds
-                self._make(beside, {n: max(0, min(most, self.max_units - there[n])) for n in beside.links_by_producer})
-        self._begin(as_task(task), getattr(task, "steps", None))
-        self._lock(model)
-        self._attach(model)
+                new_units = {}
+                for name, num_earlier in self._count_earlier_units(added_units).items():
+                    new_units[name] = max(0, min(self.units * self.rounds, self.max_units - num_earlier))
+                self._create_units(added_units, new_units)
 
-    def protected(self, model: nn.Module, count: int) -> Params:
-        """All of the model but its output layer, from the first task on."""
-        own = kept(model, self.output, rest=False)
-        parameters = all_parameters(model)
-        return {n: torch.ones_like(p, dtype=torch.bool) for n, p in parameters.items() if n not in own}
+        self._start_guard(as_task(task), getattr(task, "steps", None))
+        self._lock_protected(model)
+        self._attach_units(model)
+
+    def protected_entries(self, model: nn.Module, count: int) -> Params:
+        """Return masks of all parameters except the output layer's, from the first task on."""
+        task_params = select_task_params(model, self.output, rest=False)
+        shared = {name: p for name, p in all_parameters(model).items() if name not in task_params}
+        return {name: torch.ones_like(p, dtype=torch.bool) for name, p in shared.items()}
 
     def observe(self, batch: Batch, out: Tensor) -> None:
-        """Hear the training loss, where it will be needed."""
-        self._watch.seen += 1
-        every = self._every
-        if self.live and (not every or (self.steps < every * self.rounds and self.steps % every >= every // 2)):
-            self._hear(batch, out)
+        """Record the training loss in the second half of the steps before a look."""
+        self._loop_guard.num_losses += 1
+        if not self.current_block:
+            return
+
+        interval = self._look_interval
+        is_needed = True
+        if interval is not None:
+            is_needed = self.steps < interval * self.rounds and self.steps % interval >= interval // 2
+        if is_needed:
+            self._record_loss(batch, out)
 
     def before_step(self, model: nn.Module) -> None:
-        """No gradient for what is locked."""
-        self._before_step()
+        """Zero the gradients of locked entries."""
+        super().before_step(model)
         self._locks.mask_gradients(model)
 
     def after_step(self, model: nn.Module) -> None:
-        """What is locked goes back to where it was, new units shrink; when it is time, look at the loss."""
-        self._after_step()
+        """Restore locked entries, apply the lasso to new units, and look at the loss if it is time."""
+        super().after_step(model)
         self._locks.restore(model)
-        if self._planned and self.sparsity and any(self.awake.values()):
-            self._shrink(self._attach(model), self.sparsity / self._planned)
-        every, last = self._every, self._planned  # units that wake after the last step would never learn
-        if every and last and self.steps % every == 0 and self.steps <= every * self.rounds and self.steps < last:
+        if not self._planned_steps:
+            return
+
+        # v ← v · max(0, 1 - c/‖v‖₂), c = sparsity · initial norm / steps of the task
+        if self.sparsity and any(self.active_units.values()):
+            self._shrink_units(self._attach_units(model), self.sparsity / self._planned_steps)
+
+        # Units activated after the last step would never be trained.
+        interval = self._look_interval
+        is_last_step = self.steps >= self._planned_steps
+        if interval and self.steps % interval == 0 and self.steps <= interval * self.rounds and not is_last_step:
             self.look_now(model)
 
     def end_task(self, model: nn.Module, task: Any) -> None:
-        """Remove units that read nothing or that nobody reads, and keep the rest for good."""
-        self._watch.check(as_task(task), self.steps, "look_now(model)")
-        self._check(model)
-        if self.live:
-            beside = self._attach(model)
-            self._settle(beside, self._alive(beside))
-        self._keep(model)
+        """Remove units without incoming or outgoing weights, and keep the others for good."""
+        self._loop_guard.check(as_task(task), self.steps, "look_now(model)")
+        self._check_model(model)
+        if self.current_block:
+            added_units = self._attach_units(model)
+            self._add_block(added_units, self._connected_units(added_units))
+        self._store_task(model)
 
     def look_now(self, model: nn.Module) -> bool:
-        """Grow if the loss is above the threshold; whether it was."""
-        if not self.live:
-            return False  # the first task learns in the network as it is
-        if high := self._loss(model) > self.threshold:
-            self._wake(model)
-        return high
+        """Add units if the loss is above the threshold, except in the first task. Returns whether it was above."""
+        if not self.current_block:
+            return False
+        is_above = self._compute_loss(model) > self.threshold
+        if is_above:
+            self._activate_units(model)
+        return is_above
 
     @property
-    def _every(self) -> int | None:
-        """Steps from one look to the next."""
-        return None if self._planned is None else max(1, round(self._planned * self.look))
+    def _look_interval(self) -> int | None:
+        """Number of steps from one look to the next; None if the task's length is unknown."""
+        if self._planned_steps is None:
+            return None
+        return max(1, round(self._planned_steps * self.look))
 
-    def _wake(self, model: nn.Module) -> None:
-        """The next units take part; nobody hears them yet, so the model says the same."""
-        beside, old = self._attach(model), self.awake
-        self.awake = {n: min(a + self.units, len(self.live[n]["weight"])) for n, a in old.items()}
+    def _activate_units(self, model: nn.Module) -> None:
+        """Activate the next units. Their outgoing weights are zero, so that the outputs do not change."""
+        added_units = self._attach_units(model)
+        old_count = self.active_units
+        self.active_units = {}
+        for name, count in old_count.items():
+            self.active_units[name] = min(count + self.units, len(self.current_block[name]["weight"]))
+
         seed = derive(self.seed, "expandnet", len(self.tasks), len(self.blocks))
-        beside.draw(self.live, self._before(beside), old, self.awake, seed)
-        self._attach(model)
+        earlier_units = self._count_earlier_units(added_units)
+        added_units.initialize_units(self.current_block, earlier_units, old_count, self.active_units, seed)
+        self._attach_units(model)

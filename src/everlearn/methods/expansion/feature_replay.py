@@ -213,8 +213,9 @@ class FeatureReplay(Replay):
     def _task_indices(self, batch: Batch) -> Tensor:
         """Return the tasks of a batch; tasks without an index are counted as the memory counts them."""
         if batch.t is None:
-            return torch.tensor([-1 - self.tasks])
-        return batch.t.unique()
+            return torch.tensor([self._unnumbered_task_id])
+        task_ids: Tensor = batch.t.unique()
+        return task_ids
 
     def _task_features(self, inner: nn.Module, bank: FeatureBank, task: Any) -> tuple[Tensor, Rows]:
         """Compute Φ of all examples of the task, and the rows that the memory may keep."""

@@ -1,4 +1,4 @@
-"""Watching a training loop, which may be anybody's: what it forgets is told, or else a network would silently not grow."""
+"""Check a training loop of any origin: a loop that omits a call would silently prevent the network from growing."""
 
 from __future__ import annotations
 
@@ -13,70 +13,86 @@ from everlearn.core.parameters import evaluating, unwrap
 from everlearn.core.task import Task
 
 
-class Watch:
-    """Of the loop that learns one task.
+class LoopGuard:
+    """Checks of the training loop of one task.
 
     Args:
-        name: of the method.
-        planned: steps, where somebody has told.
-        whole: whether the task is seen from its first step on, and not from a checkpoint.
-        grows: whether the network may grow in this task.
+        method: name of the method, for messages.
+        planned_steps: number of steps of the task, if known.
+        from_first_step: whether the task is followed from its first step, not from a checkpoint.
+        may_grow: whether the network may grow in this task.
     """
 
-    def __init__(self, name: str, planned: int | None, whole: bool, grows: bool) -> None:
-        self.name, self.planned, self.whole, self.grows = name, planned, whole, grows
-        self.looked = False  # whether somebody has asked for the loss
-        self.seen = 0  # losses taken
-        self._still = grows  # whether nothing has moved the method's own parameters
-        self._probe: tuple[Tensor, Tensor] | None = None  # one of them that should move, and where a step began
+    def __init__(self, method: str, planned_steps: int | None, from_first_step: bool, may_grow: bool) -> None:
+        self.method = method
+        self.planned_steps = planned_steps
+        self.from_first_step = from_first_step
+        self.may_grow = may_grow
+        self.has_compared_loss = False  # whether the loss was compared with the threshold
+        self.num_losses = 0  # calls of ``observe``
+        self._is_unmoved = may_grow  # whether no step has moved the method's parameters
+        self._probe: tuple[Tensor, Tensor] | None = None  # a parameter that a step should move, and its value before
 
     def before_step(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Which of the method's own parameters should move."""
-        if self._still:  # by value: fused optimizers make no new version of a tensor
-            learning = next((p for p in parameters if p.grad is not None and p.grad.any()), None)
-            self._probe = None if learning is None else (learning, learning.detach().clone())
+        """Copy one of the method's parameters that has a gradient."""
+        if not self._is_unmoved:
+            return
+        self._probe = None
+        for p in parameters:
+            if p.grad is not None and p.grad.any():
+                self._probe = (p, p.detach().clone())
+                break
 
     def after_step(self) -> None:
-        """Whether they have."""
-        if self._still and self._probe is not None:
-            self._still = torch.equal(*self._probe)
+        """Compare that parameter with its copy. Fused optimizers do not raise a tensor's version, so values count."""
+        if self._is_unmoved and self._probe is not None:
+            self._is_unmoved = torch.equal(*self._probe)
 
-    def check(self, task: Task, steps: int, grow: str) -> None:
-        """Tell of a loop that has forgotten something, or planned otherwise than it did."""
-        if self.seen and not steps:
+    def check(self, task: Task, steps: int, grow_call: str) -> None:
+        """Raise or warn at the end of a task if the loop omitted a call or had another length than planned.
+
+        Args:
+            task: the task that ends.
+            steps: how many steps were taken.
+            grow_call: the call that makes the network grow, for messages.
+        """
+        if self.num_losses and not steps:
             raise ValueError(
-                f"{self.name}.after_step was not called: without it nothing grows. It follows optimizer.step()."
+                f"{self.method}.after_step was not called: without it nothing grows. Call it after optimizer.step()."
             )
-        if not self.grows:
+        if not self.may_grow:
             return
-        if self._still and self._probe is not None:
+        if self._is_unmoved and self._probe is not None:
             raise ValueError(
-                f"The optimizer does not move {self.name}'s own parameters: make it after begin_task(model, task), of "
-                "[*model.parameters(), *method.parameters()]."
+                f"The optimizer does not train the parameters of {self.method}: create it after "
+                "begin_task(model, task), with [*model.parameters(), *method.parameters()]."
             )
-        if not self.whole or not steps:
-            return
-        if self.planned is None and not self.looked:
+        if self.from_first_step and steps:
+            self._check_length(task, steps, grow_call)
+
+    def _check_length(self, task: Task, steps: int, grow_call: str) -> None:
+        """Raise or warn if the loss was never compared with the threshold, or at the wrong time."""
+        if self.planned_steps is None and not self.has_compared_loss:
             raise ValueError(
-                f"{self.name} has not looked whether to grow, since it does not know how long a task is learned: set task.steps "
-                f"before begin_task(model, task), or call {grow} yourself."
+                f"{self.method} has never decided whether to grow, since it does not know the length of the task: set "
+                f"task.steps before begin_task(model, task), or call {grow_call} yourself."
             )
-        if self.planned and not 0.8 <= steps / self.planned <= 1.25:
+        if self.planned_steps and not 0.8 <= steps / self.planned_steps <= 1.25:
             warnings.warn(
-                f"{task} was learned for {steps} steps, but {self.name} had been told {self.planned} (task.steps): it has "
-                "grown at the wrong time, or not at all.",
-                stacklevel=4,
+                f"{task} was trained for {steps} steps, but task.steps gave {self.method} {self.planned_steps}: the "
+                "network has grown at the wrong time, or not at all.",
+                stacklevel=5,
             )
-        elif not self.looked and steps > 1:  # a single step leaves no time to grow anyway
+        elif not self.has_compared_loss and steps > 1:  # a single step leaves no time to grow
             warnings.warn(
-                f"{self.name} never came to look whether to grow in the {steps} steps of {task}: learn it for longer, or have it "
-                "look earlier.",
-                stacklevel=4,
+                f"{self.method} has never decided whether to grow in the {steps} steps of {task}: train for longer, or "
+                "let it decide earlier.",
+                stacklevel=5,
             )
 
 
-def has_validation(task: Task | None) -> bool:
-    """Whether a task has validation data; where nobody knows how many, it has."""
+def has_validation_data(task: Task | None) -> bool:
+    """Whether a task has validation data. Data of unknown length count as present."""
     if task is None or task.valid is None:
         return False
     try:
@@ -87,11 +103,15 @@ def has_validation(task: Task | None) -> bool:
 
 @torch.no_grad()
 def validation_loss(model: nn.Module, task: Task) -> float:
-    """The mean loss on a task's validation data, or on some two thousand of them, in evaluation mode."""
-    total, device = [], next(unwrap(model).parameters()).device
+    """Compute the mean loss on at most about 2,000 validation examples of a task, in evaluation mode."""
+    device = next(unwrap(model).parameters()).device
+    loss_sum = 0.0
+    num_examples = 0
     with evaluating(model):
-        for batch in task.examples(256, "valid", most=2048):
-            total.append((float((b := batch.to(device)).loss(forward(model, b.x))) * len(b), len(b)))
-    if not total:
+        for cpu_batch in task.examples(256, "valid", max_examples=2048):
+            batch = cpu_batch.to(device)
+            loss_sum += float(batch.loss(forward(model, batch.x))) * len(batch)
+            num_examples += len(batch)
+    if not num_examples:
         raise ValueError(f"The validation data of {task} hold no examples: give some, or valid=None.")
-    return sum(loss for loss, _ in total) / sum(n for _, n in total)
+    return loss_sum / num_examples

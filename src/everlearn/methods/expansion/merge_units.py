@@ -1,4 +1,4 @@
-"""Added units merged into a model: a plain module, as wide as the model is with them."""
+"""Merge added units into a plain module, as wide as the model is together with them."""
 
 from __future__ import annotations
 
@@ -15,38 +15,63 @@ from everlearn.surgery.tracing import Link
 
 
 @torch.no_grad()
-def merge(beside: AddedUnits, model: nn.Module, view: View) -> None:
-    """Make a plain copy of the model as wide as it is with these blocks, zero where there is no connection."""
-    view = beside.placed(view)
-    layers: dict[str, Any] = {n: model.get_submodule(n) for n in {**beside.links_by_producer, **beside.feeds}}
-    inputs = {n: int(layer.weight.shape[1]) for n, layer in layers.items()}
-    with seeded(0):  # what is drawn is overwritten: nobody's random numbers may shift
-        for name, link in beside.links_by_producer.items():
+def merge_units(added_units: AddedUnits, model: nn.Module, view: View) -> None:
+    """Widen a model by added units, with zeros where there is no connection.
+
+    Args:
+        added_units: the positions of the units.
+        model: a copy of their model without hooks; changed in place.
+        view: the units to merge.
+    """
+    view = added_units.move_view(view)
+    layers: dict[str, Any] = {name: model.get_submodule(name) for name in added_units.layer_names}
+    old_inputs = {name: int(layer.weight.shape[1]) for name, layer in layers.items()}
+
+    # ``widen`` draws weights, which are overwritten below; the global random state must not change.
+    with seeded(0):
+        for name, link in added_units.links_by_producer.items():
             widen(model, link, view.count(name))
-    for name, link in beside.links_by_producer.items():
+
+    for name, link in added_units.links_by_producer.items():
         layers[name].weight[link.width :] = 0
-        at = link.width
-        for tensors in beside.tensors(view, name):
-            _put(model, link, tensors, at, inputs)
-            at += len(tensors["weight"])
+        start = link.width
+        for tensors in added_units.layer_tensors(view, name):
+            _write_units(model, link, tensors, start, old_inputs[name])
+            start += len(tensors["weight"])
+
     if view.head is not None:
-        new = layers[beside.head].weight[:, inputs[beside.head] :]
-        new.copy_(view.head[:, : new.shape[1]])
+        new_columns = layers[added_units.head].weight[:, old_inputs[added_units.head] :]
+        new_columns.copy_(view.head[:, : new_columns.shape[1]])
 
 
-def _put(model: nn.Module, link: Link, tensors: Params, at: int, inputs: dict[str, int]) -> None:
+def _write_units(model: nn.Module, link: Link, tensors: Params, start: int, old_inputs: int) -> None:
+    """Write the units of a block into a widened layer, its BatchNorms and its consumer.
+
+    Args:
+        model: the widened model.
+        link: the layer of the units and the layer that they lead into.
+        tensors: the layer's tensors in the block.
+        start: position of the first unit in the layer.
+        old_inputs: number of the layer's inputs before widening.
+    """
     producer: Any = model.get_submodule(link.producer)
     consumer: Any = model.get_submodule(link.consumer)
-    rows, old = slice(at, at + len(tensors["weight"])), inputs[link.producer]
-    producer.weight[rows, :old] = tensors["weight"]
+    rows = slice(start, start + len(tensors["weight"]))
+
+    # Incoming weights: W' for the old inputs, then V' for added ones.
+    producer.weight[rows, :old_inputs] = tensors["weight"]
     if "inner" in tensors:
-        producer.weight[rows, old : old + tensors["inner"].shape[1]] = tensors["inner"]
+        producer.weight[rows, old_inputs : old_inputs + tensors["inner"].shape[1]] = tensors["inner"]
     if "bias" in tensors:
         producer.bias[rows] = tensors["bias"]
+
+    # Outgoing weights O', to the old outputs of the consumer alone.
     if "out" in tensors:
-        read, wrote = slice(at * link.repeat, rows.stop * link.repeat), len(tensors["out"])
-        consumer.weight[:wrote, read] = tensors["out"]
-    for i, norm in enumerate(link.norms):
+        columns = slice(rows.start * link.repeat, rows.stop * link.repeat)
+        consumer.weight[: len(tensors["out"]), columns] = tensors["out"]
+
+    for i, norm_name in enumerate(link.norms):
+        norm = model.get_submodule(norm_name)
         for leaf in (*AFFINE, *STATISTICS):
             if f"norm{i}.{leaf}" in tensors:
-                getattr(model.get_submodule(norm), leaf)[rows] = tensors[f"norm{i}.{leaf}"]
+                getattr(norm, leaf)[rows] = tensors[f"norm{i}.{leaf}"]

@@ -52,7 +52,7 @@ class HAT(GatedUnits):
     traits = Traits(
         family="isolation",
         pro="forgets nothing, learns how much each task needs",
-        con="needs many steps; layers without gates freeze after one task",
+        con="needs many steps; layers without gates freeze early",
         step=1.2,
         copies=(0.0, 0.01),
         needs_task=True,

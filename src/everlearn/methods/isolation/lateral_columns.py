@@ -56,8 +56,8 @@ class Lateral(nn.Module):
         if self.adapter:
             scaled = [alpha_j * h_j for alpha_j, h_j in zip(self.alpha.unbind(), h, strict=True)]
             h = [self.V(torch.cat(scaled, self.axis)).relu()]
-        first, *others = [U_j(h_j) for U_j, h_j in zip(self.U, h, strict=True)]
-        total: Tensor = sum(others, first)
+        first, *remaining = [U_j(h_j) for U_j, h_j in zip(self.U, h, strict=True)]
+        total: Tensor = sum(remaining, first)
         return total
 
 

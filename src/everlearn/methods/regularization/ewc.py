@@ -53,9 +53,9 @@ class EWC(QuadraticPenalty):
     """
 
     traits = Traits(
-        family="regularisation",
-        pro="any model, one line more in any loop, the same cost after any number of tasks",
-        con="very sensitive to its strength, and stiffer with every task",
+        family="regularization",
+        pro="any model, any loop, constant cost over tasks",
+        con="very sensitive to its strength, more rigid with every task",
         step=1.1,
         copies=(2.0,),
         needs_labels=False,  # the model predicts those of the Fisher information

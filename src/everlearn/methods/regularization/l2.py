@@ -31,7 +31,7 @@ class L2(QuadraticPenalty):
     traits = Traits(
         family="reference",
         pro="any model, any loop, one field to set",
-        con="holds what does not matter as firmly as what does, and so learns less",
+        con="protects unimportant parameters as strongly as important ones",
         step=1.1,
         copies=(2.0,),
         needs_labels=False,

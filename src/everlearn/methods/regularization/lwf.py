@@ -55,9 +55,9 @@ class LwF(Method):
     """
 
     traits = Traits(
-        family="regularisation",
-        pro="nothing of old tasks is kept but the model itself, and strong where tasks have outputs of their own",
-        con="works as far as new inputs resemble old ones",
+        family="regularization",
+        pro="stores only the last model; strong if tasks have separate outputs",
+        con="needs new inputs that resemble old ones",
         step=1.6,
         copies=(2.0,),
         needs_labels=False,

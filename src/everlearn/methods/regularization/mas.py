@@ -37,8 +37,8 @@ class MAS(QuadraticPenalty):
     """
 
     traits = Traits(
-        family="regularisation",
-        pro="can be consolidated on whatever inputs the model sees in use",
+        family="regularization",
+        pro="needs no labels: consolidates on any inputs",
         con="sensitive to its strength and to the scale of the outputs",
         step=1.1,
         copies=(2.0,),

@@ -38,9 +38,9 @@ class SI(PathIntegral):
     """
 
     traits = Traits(
-        family="regularisation",
-        pro="gathers importances while it learns: no pass over the data at the end of a task",
-        con="three copies of the model, and importances that small batches make noisy",
+        family="regularization",
+        pro="importances from training steps: no pass over the data",
+        con="three copies of the model; noisy with small batches",
         step=1.2,
         copies=(3.0,),
         without_boundaries={"consolidate_every": 100},

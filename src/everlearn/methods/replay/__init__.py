@@ -1,1 +1,1 @@
-"""Replay: old examples, stored or generated, are trained on again."""
+"""Replay methods: train on stored or generated examples of earlier tasks again."""

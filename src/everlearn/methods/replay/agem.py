@@ -1,4 +1,4 @@
-"""A-GEM: a step that does not raise the average loss on old examples."""
+"""A-GEM: project the gradient so that a step does not increase the average loss on earlier tasks."""
 
 from __future__ import annotations
 
@@ -8,31 +8,39 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor, nn
 
+from everlearn.core.batch import Batch
 from everlearn.core.hyperparameters import Range
 from everlearn.core.parameters import inner
 from everlearn.core.traits import Traits
-from everlearn.methods.replay.base import Replay, dense_gradient, gradient_on, with_gradient, write_gradient
+from everlearn.methods.replay.base import Replay
+from everlearn.methods.replay.reference_gradients import (
+    dense_gradient,
+    parameters_with_gradient,
+    reference_gradient,
+    write_gradient,
+)
 
 
 @dataclass(eq=False)
 class AGEM(Replay):
     """Averaged gradient episodic memory (Chaudhry et al., ICLR 2019).
 
-        g̃ = g                                   where g·g_ref ≥ 0
+        g̃ = g                                   if g·g_ref ≥ 0
         g̃ = g - (g·g_ref / g_ref·g_ref) g_ref   otherwise
 
-    g_ref is the gradient on examples of earlier tasks, at the same weights; those of the current task enter the memory now and
-    serve from the next task on. The promise is about the gradient: momentum and weight decay may make another step of it.
+    g_ref is the gradient on stored examples of earlier tasks, at the current parameters. Examples of the current task
+    are stored at once and used from the next task on. The guarantee is about the gradient: momentum and weight decay
+    may turn the optimizer's step in another direction.
 
     Args:
-        capacity: how many examples are kept.
-        size: how many make up the reference; None for as many as the current batch has.
+        capacity: number of stored examples.
+        size: number of examples in g_ref; None for as many as the current batch has.
     """
 
     traits = Traits(
         family="replay",
-        pro="takes no step that raises the average loss on old examples, to first order",
-        con="weak where new classes come; the promise is about the gradient, not the optimizer's step",
+        pro="no step increases the average old loss, to first order",
+        con="weak with new classes; holds for plain SGD only",
         step=2.8,
         keeps_examples=True,
     )
@@ -41,26 +49,36 @@ class AGEM(Replay):
     policy: Literal["reservoir", "balanced", "ring"] = field(default="ring", kw_only=True)
 
     def before_step(self, model: nn.Module) -> None:
-        """Take away from the gradient what would undo the old tasks."""
-        self._edited = True
-        drawn = None if self._now is None else self.draw(self._now, self.earlier(self._now))
-        parameters = with_gradient(model)
-        reference = gradient_on(model, parameters, None if drawn is None else drawn[0])
-        if reference is None:
+        """Project the gradient if it points against that of earlier tasks."""
+        self._gradients_edited = True
+        parameters = parameters_with_gradient(model)
+        g_ref = reference_gradient(model, parameters, self._draw_earlier())
+        if g_ref is None:
             return
-        gradient = [dense_gradient(p) for p in parameters]
-        projected = project(gradient, reference)
-        if projected is not gradient:
+
+        g = [dense_gradient(p) for p in parameters]
+        projected = project(g, g_ref)
+        if projected is not g:
             write_gradient(parameters, projected)
 
+    def _draw_earlier(self) -> Batch | None:
+        """Draw examples of earlier tasks; None if there are none."""
+        if self._current_batch is None:
+            return None
+        drawn = self.draw(self._current_batch, self.earlier_task_rows(self._current_batch))
+        if drawn is None:
+            return None
+        replayed, _ = drawn
+        return replayed
 
-def project(g: list[Tensor], reference: list[Tensor]) -> list[Tensor]:
-    """The gradient nearest to g that does not point against the reference; g itself where it does not."""
-    product = _dot(g, reference)
+
+def project(g: list[Tensor], g_ref: list[Tensor]) -> list[Tensor]:
+    """Return the vector nearest to g whose inner product with g_ref is not negative; g itself if that holds."""
+    product = _dot(g, g_ref)
     if product >= 0:
         return g
-    share = product / _dot(reference, reference)
-    return [torch.addcmul(a, b, share, value=-1) for a, b in zip(g, reference, strict=True)]
+    coefficient = product / _dot(g_ref, g_ref)
+    return [torch.addcmul(a, b, coefficient, value=-1) for a, b in zip(g, g_ref, strict=True)]
 
 
 def _dot(a: list[Tensor], b: list[Tensor]) -> Tensor:

@@ -1,9 +1,10 @@
-"""What methods that replay share: a memory that fills while training goes on, and batches drawn from it."""
+"""Replay, the base of methods that store examples in a memory and replay them."""
 
 from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import torch
@@ -14,7 +15,6 @@ from everlearn.core.batch import Batch, Transform
 from everlearn.core.forward import forward
 from everlearn.core.hyperparameters import Range
 from everlearn.core.method import Method
-from everlearn.core.parameters import accumulate_dtype, refuse_sharded
 from everlearn.memory import Memory
 from everlearn.runtime import distributed
 from everlearn.runtime.randomness import derive, seeded
@@ -24,18 +24,19 @@ Rows = dict[str, Any]
 
 @dataclass(eq=False)
 class Replay(Method):
-    """A bounded memory of examples; the base of methods that see some of them again.
+    """A bounded memory of examples: the base of methods that replay them.
 
-    Every presentation of an example is offered to the memory, in every epoch, as in the authors' code: what is kept of it, such
-    as the outputs of DER, is as recent as training, and one example may be kept twice. It is kept as it is before augmentation,
-    after the replay of its own step has been drawn. Drawn ones are augmented anew, as their own task augments. Examples none of
-    whose labels counts are left out. Where a batch is cut into micro-batches, each replays for itself.
+    Every presentation of an example is offered to the memory, in every epoch, as in the authors' code. What is stored
+    with an example, such as the outputs of DER, is therefore as recent as that presentation, and an example may be
+    stored twice. Examples are stored without augmentation, after the replayed examples of their step have been drawn.
+    Replayed examples are augmented again, by the transform of their own task. Examples whose labels are all ignored
+    are not stored. If a batch is split into micro-batches, each draws its own examples.
 
     Args:
-        capacity: how many examples are kept.
-        size: how many are replayed at a step; by default as many as the current batch has.
-        policy: which are kept: "reservoir" (all presentations with equal probability), "balanced" (equal shares for all classes)
-            or "ring" (equal shares for all tasks, of each the last).
+        capacity: number of stored examples.
+        size: number of replayed examples per step; by default as many as the current batch has.
+        policy: which examples are stored: "reservoir" (all presentations with equal probability), "balanced" (equal
+            quotas for all classes) or "ring" (equal quotas for all tasks, the most recent examples of each).
     """
 
     capacity: Annotated[int, Range(1)] = 500
@@ -45,172 +46,194 @@ class Replay(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.memory = self.make_memory()
-        self.drawn = 0
+        self.num_draws = 0
         self.tasks = 0
-        self.offered = 0  # presentations, when the last task ended
+        self.num_offered = 0  # presentations offered until the last task ended
         self._transforms: dict[int, Transform | None] = {}
-        self._now: Batch | None = None  # the current batch, for methods that replay after the backward pass
-        self._edited = False  # whether before_step was called, where it does something
+
+        # For methods that edit gradients in before_step, which does not receive the batch.
+        self._current_batch: Batch | None = None
+        self._gradients_edited = False
 
     def make_memory(self) -> Memory:
-        """An empty memory: of several processes each keeps, and draws from, its share of what all see."""
-        return Memory(-(-self.capacity // distributed.world_size()), self.policy, seed=distributed.rank())
+        """Create an empty memory; with several processes each stores, and draws from, its share of the examples."""
+        return Memory(divide_among_processes(self.capacity), self.policy, seed=distributed.rank())
 
     def observe(self, batch: Batch, out: Tensor) -> None:
         """Offer the examples to the memory."""
-        self._now = batch
+        self._current_batch = batch
         if batch.t is not None and (batch.transform is not None or self._transforms):
-            self._transforms |= dict.fromkeys(batch.t.unique().tolist(), batch.transform)
+            task_ids = batch.t.unique().tolist()
+            self._transforms |= dict.fromkeys(task_ids, batch.transform)
+
+        # The method may have been created before torch.distributed was initialized.
         if distributed.world_size() > 1 and not self.memory.seen:
-            self.memory = self.make_memory()  # it may have been made before there were several
-        rows = batch.labeled_rows()
-        if rows is None:
+            self.memory = self.make_memory()
+
+        labeled_rows = batch.labeled_rows()
+        if labeled_rows is None:
             self.memory.add(**self.row_fields(batch, out))
-        elif rows.any():
-            self.memory.add(**self.row_fields(batch[rows], out[rows]))
+        elif labeled_rows.any():
+            self.memory.add(**self.row_fields(batch[labeled_rows], out[labeled_rows]))
 
     def after_step(self, model: nn.Module) -> None:
-        """Look at running statistics, in a loop that does not take the method's loss."""
+        """Check running statistics in a loop that does not use the method's loss."""
         self._after_forward(model)
 
     def _after_forward(self, model: nn.Module) -> None:
-        """Check once whether the layers' running statistics follow a later task."""
+        """Check once whether running statistics follow a later task."""
         if self.tasks:
             self._check_statistics(model)
 
     def end_task(self, model: nn.Module, task: Any) -> None:
-        """Tasks without a number are counted."""
+        """Count the task; raise or warn if the training loop did not call the hooks."""
+        self._check_hooks_called()
+        self.tasks += 1
+        self.num_offered = self.memory.seen
+        self._current_batch = None
+        self._gradients_edited = False
+
+    def _check_hooks_called(self) -> None:
+        """Raise, or warn, if no example was observed or gradients were not edited in the task that ends."""
+        name = type(self).__name__
         if not self.memory.seen:
             raise ValueError(
-                f"{type(self).__name__} has seen no example, so it remembers nothing: take the loss of your loop from "
+                f"{name} has seen no example, so its memory is empty: compute the loss in your training loop by "
                 "method.loss(model, Batch(x, y))."
             )
-        forgotten = type(self).before_step is not Method.before_step and not self._edited
-        if forgotten and self._now is not None and (old := self.earlier(self._now)) is not None and old.any():
-            raise ValueError(
-                f"{type(self).__name__}.before_step was not called: it edits gradients, between backward() and step()."
-            )
-        if self.memory.seen == self.offered:
+        if self._requires_gradient_edit() and not self._gradients_edited:
+            raise ValueError(f"{name}.before_step was not called: it edits gradients, between backward() and step().")
+        if self.memory.seen == self.num_offered:
             warnings.warn(
-                f"{type(self).__name__} has seen no example since the last task ended: it neither replayed nor remembered in this one. "
-                "Take the loss of your loop from method.loss(model, Batch(x, y)).",
+                f"{name} has seen no example since the last task ended: in this task it neither replayed nor stored "
+                "any. Compute the loss in your training loop by method.loss(model, Batch(x, y)).",
                 UserWarning,
-                stacklevel=2,
+                stacklevel=3,
             )
-        self.tasks, self._now, self._edited = self.tasks + 1, None, False
-        self.offered = self.memory.seen
+
+    def _requires_gradient_edit(self) -> bool:
+        """Whether the method edits gradients, and has stored examples of earlier tasks to do so."""
+        if not self.changes("before_step") or self._current_batch is None:
+            return False
+        earlier_rows = self.earlier_task_rows(self._current_batch)
+        return earlier_rows is not None and bool(earlier_rows.any())
 
     def load_state_dict(self, state: Rows) -> None:
-        """Take over a memory, of several processes each its share."""
+        """Load the state of a method with the same settings; with several processes, each loads its share."""
         if distributed.world_size() > 1 and not self.memory.seen:
             self.memory = self.make_memory()
         super().load_state_dict(state)
 
     def row_fields(self, batch: Batch, out: Tensor) -> Rows:
-        """What is kept of a batch."""
-        t = torch.full((len(batch),), -1 - self.tasks) if batch.t is None else batch.t  # as no stream numbers its tasks
+        """Return the columns to store: inputs, labels and task ids; subclasses may add more."""
+        t = batch.t
+        if t is None:
+            t = torch.full((len(batch),), self._unnumbered_task_id)
         x = batch.original
-        if not isinstance(x, Tensor):  # options among named inputs are the call's, not an example's
-            x = tree_map(lambda v: v if isinstance(v, Tensor) else None, x)
+        if not isinstance(x, Tensor):
+            # Named inputs may include options of the model, which belong to the call and not to an example.
+            x = tree_map(_keep_tensor, x)
         return {"x": x, "y": batch.labels(), "t": t}
 
-    def draw(self, batch: Batch, where: Tensor | None = None) -> tuple[Batch, Rows] | None:
-        """Some of the memory as a batch seen at this moment of the stream, and its other columns; None while it is empty."""
-        rows = self.memory.sample(self.size or len(batch), where)
-        return self.as_batch(batch, rows) if rows else None
+    @property
+    def _unnumbered_task_id(self) -> int:
+        """Id of the current task if it has no number: negative, unlike the ids of a stream's tasks."""
+        return -1 - self.tasks
 
-    def earlier(self, batch: Batch) -> Tensor | None:
-        """Which rows of the memory are of other tasks than this batch."""
+    def draw(self, batch: Batch, mask: Tensor | None = None) -> tuple[Batch, Rows] | None:
+        """Draw examples from the memory.
+
+        Args:
+            batch: the current batch, whose scenario mask applies to the replayed examples too.
+            mask: draw only among these rows of the memory.
+
+        Returns:
+            The replayed examples as a batch, and their rows in the memory; None if there are none.
+        """
+        rows = self.memory.sample(self.size or len(batch), mask)
+        if not rows:
+            return None
+        return self.as_batch(batch, rows)
+
+    def earlier_task_rows(self, batch: Batch) -> Tensor | None:
+        """Mask of the memory's rows that belong to other tasks than the batch; None if the memory is empty."""
         if not len(self.memory):
             return None
         t: Tensor = self.memory["t"]
-        current = torch.tensor([-1 - self.tasks]) if batch.t is None else batch.t.unique()
-        return ~torch.isin(t, current.to(t.device))
+        current_ids = torch.tensor([self._unnumbered_task_id])
+        if batch.t is not None:
+            current_ids = batch.t.unique()
+        return ~torch.isin(t, current_ids.to(t.device))
 
     def as_batch(self, batch: Batch, rows: Rows) -> tuple[Batch, Rows]:
-        """Rows of the memory as a batch like this one."""
-        device, self.drawn, x = batch.labels().device, self.drawn + 1, rows["x"]
-        if not isinstance(x, Tensor) and any(v is None for v in tree_leaves(x)):
-            x = rows["x"] = tree_map(lambda kept, now: now if kept is None else kept, x, batch.original)
+        """Convert rows of the memory to a batch like the current one; return it with the rows on its device."""
+        device = batch.labels().device
+        self.num_draws += 1
+
+        x = rows["x"]
+        if not isinstance(x, Tensor) and any(value is None for value in tree_leaves(x)):
+            x = tree_map(_fill_missing, x, batch.original)
+            rows["x"] = x
         if batch.transform is not None or self._transforms:
-            with seeded(derive(self.memory.seed, "replay", self.drawn)):  # must not shift the model's random numbers
-                x = self._augmented(batch, rows)
+            # Augmentation has its own random numbers: it must not change those of the model.
+            with seeded(derive(self.memory.seed, "replay", self.num_draws)):
+                x = self._augment(batch, rows)
+
         if device != rows["y"].device:
-            x, rows = tree_map(lambda v: v.to(device) if isinstance(v, Tensor) else v, (x, rows))
-        return batch.like(x, rows["y"], None if batch.t is None else rows["t"]), rows
+            x, rows = tree_map(partial(_move_tensor, device), (x, rows))
+        t = None if batch.t is None else rows["t"]
+        return batch.like(x, rows["y"], t), rows
 
-    def _augmented(self, batch: Batch, rows: Rows) -> Any:
-        """Each row as its own task augments; tasks not met in this process as the current one."""
-        own = {k: self._transforms.get(k, batch.transform) for k in rows["t"].unique().tolist()}
-        if len(set(own.values())) == 1:
-            transform = next(iter(own.values()))
-            return rows["x"] if transform is None else transform(rows["x"])
-        x = []
+    def _augment(self, batch: Batch, rows: Rows) -> Any:
+        """Augment each row by the transform of its task.
+
+        The transform of a task that this process has not trained on is unknown: then the current one is used.
+        """
+        transforms = {k: self._transforms.get(k, batch.transform) for k in rows["t"].unique().tolist()}
+        if len(set(transforms.values())) == 1:
+            transform = next(iter(transforms.values()))
+            return _apply_transform(transform, rows["x"])
+
+        examples = []
         for i, k in enumerate(rows["t"].tolist()):
-            one, transform = tree_map(lambda v, i=i: v[i : i + 1] if isinstance(v, Tensor) else v, rows["x"]), own[k]
-            x.append(one if transform is None else transform(one))
-        return tree_map(lambda *v: torch.cat(v) if isinstance(v[0], Tensor) else v[0], *x)
+            example = tree_map(partial(_select_row, i), rows["x"])
+            examples.append(_apply_transform(transforms[k], example))
+        return tree_map(_concatenate, *examples)
 
 
-def loss_on(model: nn.Module, batch: Batch) -> Tensor:
-    """The mean loss of a replayed batch."""
+def replay_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """Compute the mean loss of replayed examples in a forward pass of their own."""
     return batch.loss(forward(model, batch.x))
 
 
-def gradient_on(model: nn.Module, parameters: list[nn.Parameter], batch: Batch | None) -> list[Tensor] | None:
-    """The gradient of a replayed batch's loss, at least in float32, zero for parameters it does not depend on.
-
-    Of several processes each has a batch, or none: it is that of all their labels, and None where nobody has any. Running
-    statistics are put back: they belong to the current task's batches.
-    """
-    refuse_sharded(parameters, "The gradient of remembered examples")
-    if (
-        distributed.world_size() == 1
-    ):  # each kept example has a label that counts, so nothing need be counted on the device
-        return None if batch is None else _gradient(model, parameters, batch)
-    count = 0.0 if batch is None else batch.weight
-    whole = distributed.sum_across(count)
-    if not whole:
-        return None
-    if batch is None or not count:
-        found = [torch.zeros_like(p, dtype=accumulate_dtype(p)) for p in parameters]
-    else:
-        found = [g * (count / whole) for g in _gradient(model, parameters, batch)]
-    distributed.all_reduce_(found)
-    return found
+def divide_among_processes(count: int) -> int:
+    """Divide a number of examples by the number of processes, rounded up."""
+    return -(-count // distributed.world_size())
 
 
-def with_gradient(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters whose gradient an old example may turn: those that learn and have one."""
-    return [p for p in model.parameters() if p.requires_grad and p.grad is not None]
+def _keep_tensor(value: Any) -> Tensor | None:
+    return value if isinstance(value, Tensor) else None
 
 
-def dense_gradient(p: nn.Parameter) -> Tensor:
-    """A parameter's gradient, at least in float32, also where it is sparse, as that of an embedding may be."""
-    if p.grad is None:
-        raise ValueError("This parameter has no gradient.")
-    return _dense(p.grad).to(accumulate_dtype(p))
+def _fill_missing(stored: Any, current: Any) -> Any:
+    return current if stored is None else stored
 
 
-def write_gradient(parameters: list[nn.Parameter], gradient: list[Tensor]) -> None:
-    """Make this the parameters' gradient, sparse where it was, since optimizers for sparse gradients take no other."""
-    for p, g in zip(parameters, gradient, strict=True):
-        before = p.grad
-        g = g.to(p.dtype)
-        p.grad = g.to_sparse(before.sparse_dim()) if before is not None and before.is_sparse else g
+def _move_tensor(device: torch.device, value: Any) -> Any:
+    return value.to(device) if isinstance(value, Tensor) else value
 
 
-def _dense(gradient: Tensor) -> Tensor:
-    return gradient.to_dense() if gradient.is_sparse else gradient
+def _select_row(i: int, value: Any) -> Any:
+    return value[i : i + 1] if isinstance(value, Tensor) else value
 
 
-def _gradient(model: nn.Module, parameters: list[nn.Parameter], batch: Batch) -> list[Tensor]:
-    statistics = [(b, b.clone()) for b in model.buffers()]
-    with torch.enable_grad():
-        found = torch.autograd.grad(loss_on(model, batch), parameters, allow_unused=True)
-    for buffer, value in statistics:
-        buffer.copy_(value)
-    return [
-        (torch.zeros_like(p) if g is None else _dense(g)).to(accumulate_dtype(p))
-        for p, g in zip(parameters, found, strict=True)
-    ]
+def _concatenate(*values: Any) -> Any:
+    if isinstance(values[0], Tensor):
+        return torch.cat(values)
+    return values[0]
+
+
+def _apply_transform(transform: Transform | None, x: Any) -> Any:
+    if transform is None:
+        return x
+    return transform(x)

@@ -1,4 +1,4 @@
-"""Dark experience replay: remember what the model said, not only what was right."""
+"""Dark experience replay: store the model's outputs with the examples, and distill them."""
 
 from __future__ import annotations
 
@@ -14,41 +14,29 @@ from everlearn.core.hyperparameters import NonNegative, Search
 from everlearn.core.likelihood import Likelihood
 from everlearn.core.parameters import accumulate_dtype
 from everlearn.core.traits import Traits
-from everlearn.methods.replay.base import Replay, Rows, loss_on
-
-
-def _stored_outputs(likelihood: Likelihood, out: Tensor, rows: Rows) -> Tensor:
-    """Mean squared difference from the stored outputs; of a head that has grown since, and at ignored labels, outputs are free."""
-    z: Tensor = rows["logits"]
-    out = out[..., : z.shape[-1]].to(z.dtype)
-    known = z.isfinite() & out.isfinite()
-    counted = likelihood.counted(rows["y"])
-    if counted is not None:
-        known &= counted
-    apart = torch.where(known, out, 0.0) - torch.where(known, z, 0.0)
-    return apart.square().sum() / known.sum().clamp(min=1)
+from everlearn.methods.replay.base import Replay, Rows, replay_loss
 
 
 @dataclass(eq=False)
 class DER(Replay):
     """Dark experience replay (Buzzega et al., NeurIPS 2020).
 
-        L = L_task + alpha · mean over (x′, z′) from the memory and over outputs of (f(x′) - z′)²
+        L = L_task + alpha · mean of (f(x′) - z′)²,   (x′, z′) from the memory
 
-    z′ are the outputs at the presentation of x′ that is kept, in training mode, before that step. Presentations of every epoch
-    are offered to the memory, as in the authors' code, so that over several epochs most z′ are those of a trained model. The
-    mean runs over examples *and* outputs, as there; the paper writes a squared norm per example.
+    z′ are the outputs for x′ when it was stored: in training mode, before the optimizer step. Presentations of every
+    epoch are offered to the memory, as in the authors' code, so that over several epochs most z′ are those of a trained
+    model. The mean is over examples *and* outputs, as in that code; the paper writes a squared norm per example.
 
     Args:
-        capacity: how many examples are kept.
-        size: how many are replayed at a step; by default as many as the current batch has.
-        alpha: weight of the remembered outputs.
+        capacity: number of stored examples.
+        size: number of replayed examples per step; by default as many as the current batch has.
+        alpha: weight of the stored outputs.
     """
 
     traits = Traits(
         family="replay",
-        pro="keeps what the model said, which at small capacities is worth more than labels",
-        con="what it keeps is as good as the model was then: DER++ keeps the labels too",
+        pro="stores outputs, which at small capacities are worth more than labels",
+        con="stored outputs may be wrong",
         step=2.1,
         keeps_examples=True,
         without_boundaries={},
@@ -57,55 +45,66 @@ class DER(Replay):
     alpha: Annotated[NonNegative, Search(0.05, 5)] = 0.5
 
     def row_fields(self, batch: Batch, out: Tensor) -> Rows:
-        """The outputs too."""
+        """Store the outputs too."""
         return {**super().row_fields(batch, out), "logits": out.to(accumulate_dtype(out))}
 
     def penalty(self, model: nn.Module, batch: Batch | None = None, out: Tensor | None = None) -> Tensor | float:
-        """How far the outputs have moved from what they were."""
-        if batch is None or not self.alpha or (drawn := self.draw(batch)) is None:
+        """Return alpha · mean of (f(x′) - z′)²."""
+        if batch is None or not self.alpha:
+            return 0.0
+        drawn = self.draw(batch)
+        if drawn is None:
             return 0.0
         replayed, rows = drawn
-        return self.alpha * _stored_outputs(batch.likelihood, forward(model, replayed.x), rows)
+        return self.alpha * _output_mse(batch.likelihood, forward(model, replayed.x), rows)
 
 
 @dataclass(eq=False)
-class DERpp(Replay):
-    """Dark experience replay++ (Buzzega et al., NeurIPS 2020): DER and, on a second draw, the labels.
+class DERpp(DER):
+    """Dark experience replay++ (Buzzega et al., NeurIPS 2020): DER, and the labels of a second draw.
 
         L = L_task + alpha · mean of (f(x′) - z′)² + beta · L(f(x″), y″)
 
     (x′, z′) and (x″, y″) are drawn independently.
 
     Args:
-        capacity: how many examples are kept.
-        size: how many are replayed at a step, twice; by default as many as the current batch has.
-        alpha: weight of the remembered outputs.
-        beta: weight of the remembered labels.
+        capacity: number of stored examples.
+        size: number of replayed examples per draw, of which there are two; by default as many as the current batch has.
+        alpha: weight of the stored outputs.
+        beta: weight of the stored labels.
     """
 
     traits = Traits(
         family="replay",
-        pro="keeps what the model said and what was right: strong at small capacities",
-        con="two more passes a step, and two weights to choose",
+        pro="stores outputs and labels: strong at small capacities",
+        con="two more passes per step, two weights to choose",
         step=2.9,
         keeps_examples=True,
         without_boundaries={},
     )
 
-    alpha: Annotated[NonNegative, Search(0.05, 5)] = 0.5
     beta: Annotated[NonNegative, Search(0.05, 5)] = 0.5
 
-    def row_fields(self, batch: Batch, out: Tensor) -> Rows:
-        """The outputs too."""
-        return {**super().row_fields(batch, out), "logits": out.to(accumulate_dtype(out))}
-
     def penalty(self, model: nn.Module, batch: Batch | None = None, out: Tensor | None = None) -> Tensor | float:
-        """Outputs of one draw, labels of another."""
-        total: Tensor | float = 0.0
-        if batch is None or not len(self.memory):
-            return total
-        if self.alpha and (drawn := self.draw(batch)) is not None:
-            total = self.alpha * _stored_outputs(batch.likelihood, forward(model, drawn[0].x), drawn[1])
-        if self.beta and (drawn := self.draw(batch)) is not None:
-            total = total + self.beta * loss_on(model, drawn[0])
-        return total
+        """Return alpha · mean of (f(x′) - z′)² + beta · L(f(x″), y″)."""
+        output_term = super().penalty(model, batch, out)
+        if batch is None or not self.beta:
+            return output_term
+        drawn = self.draw(batch)
+        if drawn is None:
+            return output_term
+        replayed, _ = drawn
+        return output_term + self.beta * replay_loss(model, replayed)
+
+
+def _output_mse(likelihood: Likelihood, outputs: Tensor, rows: Rows) -> Tensor:
+    """Compute the mean of (f(x′) - z′)² over stored outputs; added outputs and ignored labels do not count."""
+    z: Tensor = rows["logits"]
+    f = outputs[..., : z.shape[-1]].to(z.dtype)
+    is_compared = z.isfinite() & f.isfinite()
+    counted = likelihood.counted(rows["y"])
+    if counted is not None:
+        is_compared &= counted
+    # Masked before the difference: ∞ - ∞ would make the gradient NaN.
+    difference = torch.where(is_compared, f, 0.0) - torch.where(is_compared, z, 0.0)
+    return difference.square().sum() / is_compared.sum().clamp(min=1)

@@ -1,4 +1,4 @@
-"""Experience replay: learn from some old examples beside the new ones."""
+"""Experience replay: train on stored examples together with new ones."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ from everlearn.methods.replay.base import Replay
 
 @dataclass(eq=False)
 class ER(Replay):
-    """Experience replay (Chaudhry et al., 2019; Riemer et al., ICLR 2019): one loss over current and remembered examples.
+    """Experience replay (Chaudhry et al., 2019; Riemer et al., ICLR 2019): one loss of new and replayed examples.
 
         L = (B · L_task + B′ · L_memory) / (B + B′)   balance="examples"
-        L = (1/t) L_task + (1 - 1/t) L_memory          balance="tasks", t the number of tasks, this one included
+        L = (1/t) L_task + (1 - 1/t) L_memory          balance="tasks", t the number of tasks including this one
 
-    B examples are new and B′ come from the memory; both losses are means (over tokens that count, where there are tokens).
-    Both go through the model as one batch, the new ones first, as in the papers' code: BatchNorm sees them mixed.
+    B examples are new and B′ come from the memory. Both losses are means, over tokens that count if labels are tokens.
+    New and replayed examples pass through the model as one batch, the new ones first, as in the papers' code: BatchNorm
+    normalizes them together.
 
     Args:
-        capacity: how many examples are kept.
+        capacity: number of stored examples.
         size: B′; by default B.
-        balance: whether every example counts alike, or every task does, and then only examples of earlier tasks are replayed
-            (van de Ven et al., 2022).
+        balance: whether every example has the same weight, or every task. With "tasks" only examples of earlier tasks
+            are replayed (van de Ven et al., 2022).
     """
 
     traits = Traits(
         family="replay",
-        pro="simple, and works in all three scenarios, with boundaries or without",
-        con="learns the few examples it keeps by heart",
+        pro="simple, works in all three scenarios, with or without task boundaries",
+        con="overfits the few stored examples",
         step=1.8,
         keeps_examples=True,
         without_boundaries={},
@@ -42,22 +43,37 @@ class ER(Replay):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._share: tuple[int, float] | None = None  # B, and the memory's share of the loss
+        self._num_new = 0  # B
+        self._num_tasks: int | None = None  # t, if the joint batch is balanced by tasks
 
     def join(self, batch: Batch) -> Batch:
-        """New and remembered examples."""
-        earlier = self.earlier(batch) if self.balance == "tasks" else None
-        drawn, self._share = self.draw(batch, earlier), None
+        """Append replayed examples to the batch."""
+        self._num_new = len(batch)
+        self._num_tasks = None
+
+        earlier_rows = None
+        if self.balance == "tasks":
+            earlier_rows = self.earlier_task_rows(batch)
+        drawn = self.draw(batch, earlier_rows)
         if drawn is None:
             return batch
-        if earlier is not None:
-            before = len(self.memory["t"][earlier].unique())
-            self._share = len(batch), before / (1 + before)
-        return batch + drawn[0]
+
+        if earlier_rows is not None:
+            earlier_ids = self.memory["t"][earlier_rows].unique()
+            self._num_tasks = len(earlier_ids) + 1
+        replayed, _ = drawn
+        return batch + replayed
 
     def task_loss(self, batch: Batch, out: Tensor) -> Tensor:
-        """One loss over all."""
-        if self._share is None:
+        """Compute the loss of the joint batch."""
+        # A mean over all B + B′ examples weights every example equally.
+        if self._num_tasks is None:
             return batch.loss(out)
-        (n, share), self._share = self._share, None
-        return (1 - share) * batch[:n].loss(out[:n]) + share * batch[n:].loss(out[n:])
+
+        b = self._num_new
+        t = self._num_tasks
+        self._num_tasks = None
+        memory_weight = (t - 1) / t
+        task_loss = batch[:b].loss(out[:b])
+        memory_loss = batch[b:].loss(out[b:])
+        return (1 - memory_weight) * task_loss + memory_weight * memory_loss

@@ -1,4 +1,4 @@
-"""ER-ACE: experience replay that does not push old classes down while new ones come in."""
+"""ER-ACE: experience replay in which new classes do not lower the logits of old ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from everlearn.core.batch import Batch
 from everlearn.core.likelihood import Categorical
 from everlearn.core.traits import Traits
-from everlearn.methods.replay.base import Replay, loss_on
+from everlearn.methods.replay.base import Replay, replay_loss
 from everlearn.runtime import distributed
 
 
@@ -18,40 +18,49 @@ from everlearn.runtime import distributed
 class ERACE(Replay):
     """Experience replay with asymmetric cross-entropy (Caccia et al., ICLR 2022).
 
-        L = CE over the classes of the current batch alone + CE over all allowed classes on the memory
+        L = CE(current batch, over its own classes) + CE(memory, over all allowed classes)
 
-    New classes arrive without a sudden push on the old ones; the balance between them is learned from the memory only. A
-    strong, simple baseline for class-incremental online streams.
+    The loss of new classes does not lower the logits of old ones; the balance between them is learned from the memory
+    alone. A simple and strong baseline for class-incremental online streams.
 
     Args:
-        capacity: how many examples are kept.
-        size: how many are replayed at a step; by default as many as the current batch has.
+        capacity: number of stored examples.
+        size: number of replayed examples per step; by default as many as the current batch has.
     """
 
     traits = Traits(
         family="replay",
-        pro="as ER, and new classes do not push old ones down",
-        con="learns the few examples it keeps by heart",
+        pro="as ER, and new classes do not lower the logits of old ones",
+        con="overfits the few stored examples",
         step=2.1,
         keeps_examples=True,
         without_boundaries={},
     )
 
     def task_loss(self, batch: Batch, out: Tensor) -> Tensor:
-        """Cross-entropy over the classes that are in the batch."""
+        """Compute the cross-entropy over the classes of the current batch."""
         if not isinstance(batch.likelihood, Categorical):
-            raise TypeError(f"ER-ACE is about classes; {batch.likelihood} has none: use ER.")
-        present = torch.zeros(1, out.shape[-1], dtype=torch.bool, device=out.device)
+            raise TypeError(f"ER-ACE needs classes; {batch.likelihood} has none: use ER.")
         y = batch.likelihood.labels(batch.labels()).flatten()
-        present[0, y[y != -100]] = True
-        if distributed.world_size() > 1:  # the batch is that of all processes
-            distributed.all_reduce_([together := present.float()])
-            present = together > 0
-        one_task = torch.zeros(len(batch), dtype=torch.long, device=out.device)
-        return replace(batch, allowed=present, t=one_task).loss(out)
+        is_present = torch.zeros(1, out.shape[-1], dtype=torch.bool, device=out.device)
+        is_present[0, y[y != -100]] = True
+
+        # The current batch is divided among processes: a class counts if any of them has it.
+        if distributed.world_size() > 1:
+            num_processes = is_present.float()
+            distributed.all_reduce_([num_processes])
+            is_present = num_processes > 0
+
+        # All examples share the one row of this mask.
+        mask_rows = torch.zeros(len(batch), dtype=torch.long, device=out.device)
+        return replace(batch, allowed=is_present, t=mask_rows).loss(out)
 
     def penalty(self, model: nn.Module, batch: Batch | None = None, out: Tensor | None = None) -> Tensor | float:
-        """Cross-entropy over all allowed classes on remembered examples."""
-        if batch is None or (drawn := self.draw(batch)) is None:
+        """Compute the cross-entropy of replayed examples over all allowed classes."""
+        if batch is None:
             return 0.0
-        return loss_on(model, drawn[0])
+        drawn = self.draw(batch)
+        if drawn is None:
+            return 0.0
+        replayed, _ = drawn
+        return replay_loss(model, replayed)

@@ -1,4 +1,4 @@
-"""GEM: a step that does not raise the loss on any old task."""
+"""GEM: project the gradient so that a step does not increase the loss on any earlier task."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ from everlearn.core.batch import Batch
 from everlearn.core.hyperparameters import NonNegative, Range, Search
 from everlearn.core.traits import Traits
 from everlearn.memory import Memory
-from everlearn.methods.replay.base import Replay, dense_gradient, gradient_on, with_gradient, write_gradient
+from everlearn.methods.replay.base import Replay, Rows, divide_among_processes
+from everlearn.methods.replay.quadratic_program import minimize_nonnegative
+from everlearn.methods.replay.reference_gradients import (
+    dense_gradient,
+    parameters_with_gradient,
+    reference_gradient,
+    write_gradient,
+)
 from everlearn.runtime import distributed
 
 
@@ -20,26 +27,27 @@ from everlearn.runtime import distributed
 class GEM(Replay):
     """Gradient episodic memory (Lopez-Paz & Ranzato, NeurIPS 2017).
 
-        g̃ = the nearest to g with g̃·gₖ ≥ 0 for every earlier task k:   g̃ = g + Mᵀv,
+        g̃ = the vector nearest to g with g̃·gₖ ≥ 0 for every earlier task k:   g̃ = g + Mᵀv,
         v = argmin ½ vᵀ(M Mᵀ + ridge)v + (M g)ᵀv   subject to v ≥ margin
 
-    The rows of M are the gradients gₖ on the remembered examples of task k, at the same weights: a backward pass per earlier
-    task at every step. The gradient is left as it is where it violates nothing. As in the authors' code the margin (their γ) is
-    a lower bound of v as soon as one task is violated, and the ridge makes the promise g̃·gₖ ≥ -ridge · vₖ.
+    The rows of M are the gradients gₖ on the stored examples of task k, at the current parameters: a backward pass per
+    earlier task in every step. A gradient that violates no constraint is not changed. As in the authors' code, the
+    margin (their γ) is a lower bound of v as soon as one task is violated, and with a ridge the guarantee is
+    g̃·gₖ ≥ -ridge · vₖ.
 
     Args:
-        capacity: how many examples are kept.
-        size: how many of each task make up its gradient; by default all.
-        margin: γ; larger ones push more towards the old tasks.
-        ridge: keeps the small quadratic programme well posed.
-        each: the most examples of one task. The authors keep capacity / tasks of each from the start; by default tasks share what
-            there is equally, so that the first ones have more as long as there are few.
+        capacity: number of stored examples.
+        size: number of examples per task in gₖ; by default all.
+        margin: γ; larger values move the gradient further toward the old tasks.
+        ridge: keeps the small quadratic program well posed.
+        each: maximum number of examples per task. The authors store capacity / tasks examples of each from the start;
+            by default tasks share the capacity equally, so that the first ones have more while there are few.
     """
 
     traits = Traits(
         family="replay",
-        pro="takes no step that raises the loss of any old task, to first order",
-        con="a gradient for every earlier task at every step",
+        pro="no step increases the loss of any old task, to first order",
+        con="one more gradient per earlier task and step",
         step=3.9,
         step_growth=0.7,
         keeps_examples=True,
@@ -51,95 +59,76 @@ class GEM(Replay):
     each: Annotated[int, Range(1)] | None = field(default=None, kw_only=True)
 
     def make_memory(self) -> Memory:
-        """With a share for each task."""
-        each = None if self.each is None else -(-self.each // distributed.world_size())
-        return Memory(-(-self.capacity // distributed.world_size()), self.policy, each=each, seed=distributed.rank())
+        """Create an empty memory with at most ``each`` examples per task."""
+        max_per_task = None
+        if self.each is not None:
+            max_per_task = divide_among_processes(self.each)
+        capacity = divide_among_processes(self.capacity)
+        return Memory(capacity, self.policy, each=max_per_task, seed=distributed.rank())
 
     def before_step(self, model: nn.Module) -> None:
-        """Turn the gradient so that it lowers, or leaves, every old task's loss."""
-        self._edited = True
-        parameters = with_gradient(model)
-        rows = []
-        for k in sorted({k for known in distributed.all_gather_object(self._earlier_tasks()) for k in known}):
-            reference = gradient_on(model, parameters, self._drawn_of(k))
-            if reference is not None:
-                rows.append(torch.cat([g.flatten() for g in reference]))
-        if not rows:
+        """Project the gradient if it would increase the loss of an earlier task."""
+        self._gradients_edited = True
+        parameters = parameters_with_gradient(model)
+        gradient_rows = []
+        for k in self._earlier_tasks():
+            g_k = reference_gradient(model, parameters, self._examples_of_task(k))
+            if g_k is not None:
+                gradient_rows.append(torch.cat([part.flatten() for part in g_k]))
+        if not gradient_rows:
             return
+
         g = torch.cat([dense_gradient(p).flatten() for p in parameters])
-        turned = nearest(g, torch.stack(rows), self.margin, self.ridge)
-        if turned is g:  # it violates nothing
+        projected = project_to_cone(g, torch.stack(gradient_rows), self.margin, self.ridge)
+        if projected is g:
             return
-        parts = turned.split([p.numel() for p in parameters])
+        parts = projected.split([p.numel() for p in parameters])
         write_gradient(parameters, [part.view_as(p) for p, part in zip(parameters, parts, strict=True)])
 
     def _earlier_tasks(self) -> list[int]:
-        if self._now is None or not len(self.memory):
-            return []
-        numbers: list[int] = self.memory["t"][self.earlier(self._now)].unique().tolist()
-        return numbers
+        """List the ids of the earlier tasks of which any process has stored examples."""
+        local_ids: list[int] = []
+        if self._current_batch is not None and len(self.memory):
+            earlier_rows = self.earlier_task_rows(self._current_batch)
+            local_ids = self.memory["t"][earlier_rows].unique().tolist()
 
-    def _drawn_of(self, k: int) -> Batch | None:
-        """Examples of an earlier task, if there are any."""
-        own = self.memory["t"] == k
-        some = self.memory.rows(own) if self.size is None else self.memory.sample(self.size, own)
-        return self.as_batch(self._now, some)[0] if some and self._now is not None else None
+        # All processes must compute the same gradients in the same order.
+        task_ids: set[int] = set()
+        for process_ids in distributed.all_gather_object(local_ids):
+            task_ids.update(process_ids)
+        return sorted(task_ids)
+
+    def _examples_of_task(self, k: int) -> Batch | None:
+        """Return the stored examples of an earlier task, or ``size`` of them; None if there are none."""
+        rows = self._rows_of_task(k)
+        if not rows or self._current_batch is None:
+            return None
+        replayed, _ = self.as_batch(self._current_batch, rows)
+        return replayed
+
+    def _rows_of_task(self, k: int) -> Rows:
+        is_of_task = self.memory["t"] == k
+        if self.size is None:
+            return self.memory.rows(is_of_task)
+        return self.memory.sample(self.size, is_of_task)
 
 
-def nearest(g: Tensor, rows: Tensor, margin: float = 0.0, ridge: float = 0.0) -> Tensor:
-    """The vector nearest to g whose products with all rows are not negative."""
-    products = rows @ g
-    if (products >= 0).all():
-        return g
-    gram = (rows @ rows.t()).double()
-    gram += ridge * torch.eye(len(rows), dtype=gram.dtype, device=gram.device)
-    v = margin + non_negative(gram, products.double() + margin * gram.sum(1))
-    return g + rows.t() @ v.to(g.dtype)
+def project_to_cone(g: Tensor, m: Tensor, margin: float = 0.0, ridge: float = 0.0) -> Tensor:
+    """Return the vector g̃ nearest to g with M g̃ ≥ 0; g itself if M g ≥ 0.
 
-
-def non_negative(matrix: Tensor, vector: Tensor) -> Tensor:
-    """The u ≥ 0 with the least ½ uᵀPu + qᵀu, by the active-set method of Lawson & Hanson (1974).
-
-    >>> non_negative(torch.eye(2), torch.tensor([-1.0, 1.0]))
-    tensor([1., 0.])
+    Args:
+        g: the gradient of the current batch.
+        m: M, the gradient of each earlier task in a row.
+        margin: lower bound of the dual variables v.
+        ridge: added to the diagonal of M Mᵀ.
     """
-    diagonal = matrix.diagonal()
-    scale = torch.where(diagonal > 0, diagonal.clamp(min=torch.finfo(matrix.dtype).tiny).rsqrt(), 1.0)
-    size = (vector * scale).abs().max()
-    if not size:
-        return torch.zeros_like(vector)
-    # In these units the diagonal of P is 1 and the largest entry of q too, so that one tolerance fits slopes and u alike.
-    solution = _active_set(matrix * scale[:, None] * scale, vector * (scale / size))
-    return solution * (scale * size)
+    m_g = m @ g
+    if (m_g >= 0).all():
+        return g
 
-
-def _active_set(matrix: Tensor, vector: Tensor, tolerance: float = 1e-12) -> Tensor:
-    """``non_negative`` of a problem without units."""
-    u = torch.zeros_like(vector)
-    free = torch.zeros_like(vector, dtype=torch.bool)
-    for _ in range(10 * len(vector)):
-        slope = -(matrix @ u + vector)
-        slope[free] = 0
-        if slope.max() <= tolerance:
-            break
-        free[slope.argmax()] = True
-        trial = _unconstrained(matrix, vector, free)
-        while (trial[free] <= 0).any():
-            blocking = free & (trial <= 0)
-            steps = torch.where(blocking, u / (u - trial).clamp(min=torch.finfo(u.dtype).tiny), torch.inf)
-            first = steps.argmin()
-            u = u + steps[first] * (trial - u)
-            free &= u > tolerance
-            free[first] = False
-            u[~free] = 0
-            trial = _unconstrained(matrix, vector, free)
-        u = trial
-    return u
-
-
-def _unconstrained(matrix: Tensor, vector: Tensor, free: Tensor) -> Tensor:
-    """The least ½ uᵀPu + qᵀu over the free entries of u, the others zero."""
-    u = torch.zeros_like(vector)
-    if free.any():
-        u[free] = torch.linalg.lstsq(matrix[free][:, free], -vector[free][:, None]).solution[:, 0]
-    return u
+    # With v = margin + u the constraint is u ≥ 0.
+    p = (m @ m.t()).double()
+    p += ridge * torch.eye(len(m), dtype=p.dtype, device=p.device)
+    u = minimize_nonnegative(p, m_g.double() + margin * p.sum(1))
+    v = margin + u
+    return g + m.t() @ v.to(g.dtype)

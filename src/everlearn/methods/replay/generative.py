@@ -1,4 +1,4 @@
-"""Generative replay: dream up old inputs instead of keeping them."""
+"""Generative replay: train on inputs from a generator instead of stored examples."""
 
 from __future__ import annotations
 
@@ -33,32 +33,32 @@ from everlearn.runtime.randomness import derive, generator, seeded
 class GenerativeReplay(Method):
     """Deep generative replay (Shin et al., NeurIPS 2017), with a variational autoencoder.
 
-        L = (1/t) L_task + (1 - 1/t) L_replay + L_generator,   t the number of tasks, this one included
-        L_replay: on inputs x′ from the generator as it was before this task, labelled by the model as it was
+        L = (1/t) L_task + (1 - 1/t) L_replay + L_generator,   t the number of tasks including this one
+        L_replay: on inputs x′ of the generator, labeled by the model, both from before this task
         L_generator = (1/t) · (-ELBO of x) + (1 - 1/t) · (-ELBO of x′)
 
-    No old example is kept. The generator's parameters are the method's own and learn with the same optimizer, at the same time.
-    Where tasks have outputs of their own, every old task is asked about every x′ and the losses are averaged, as van de Ven &
-    Tolias (2019) do. Inputs are tensors of numbers: vectors, or images small enough for a perceptron. New and generated ones go
-    through the model together, so that a BatchNorm sees both.
+    No example is stored. The generator's parameters belong to the method and are trained with the same optimizer at
+    the same time. If tasks have separate outputs, L_replay is the mean over the old tasks of the loss for every x′, as
+    in van de Ven & Tolias (2019). Inputs are floating-point tensors: vectors, or images small enough for a
+    multi-layer perceptron. New and generated inputs pass through the model as one batch, so that BatchNorm normalizes
+    them together.
 
     Args:
-        size: how many inputs are generated at a step; by default as many as the current batch has.
-        targets: "hard" labels, the old model's most likely ones, or "soft" ones: its probabilities at the temperature, and a
-            divergence times T².
+        size: number of generated inputs per step; by default as many as the current batch has.
+        targets: "hard" for the old model's most likely labels, or "soft" for its probabilities at the temperature, with
+            a divergence times T².
         temperature: T of soft targets.
         hidden: width of the generator's layers.
-        latent: length of its code.
+        latent: dimension of the generator's code.
     """
 
     traits = Traits(
         family="replay",
-        pro="keeps no data and yet works where new classes come",
-        con="as good as its generator: vectors and small images, some thousand steps a task",
+        pro="stores no data, yet learns new classes",
+        con="limited by its generator: small inputs, thousands of steps",
         step=7.8,
-        copies=(
-            8.7,
-        ),  # of 784-400-400-10: two of the model, the others are generators, whose size does not follow the model's
+        # Of 784-400-400-10: two copies of the model, and generators, whose size does not depend on the model's.
+        copies=(8.7,),
     )
 
     size: Annotated[int, Range(1)] | None = None
@@ -69,150 +69,182 @@ class GenerativeReplay(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.inputs: list[int] = []
-        self.pixels: bool = True
-        self.weights: dict[str, Tensor] = {}  # the generator's, while it learns
-        self.latest: Teacher = {}
-        self.teacher: Teacher = {}
+        self.input_shape: list[int] = []
+        self.pixels: bool = True  # whether inputs are in [0, 1]
+        self.generator_weights: dict[str, Tensor] = {}  # of the current generator, when the state was saved
+        self.latest: Teacher = {}  # model and generator at the end of the last task
+        self.teacher: Teacher = {}  # model and generator that replay in the current task
         self.learned: list[int] = []
         self.current: int | None = None
-        self.draws = 0
+        self.num_draws = 0
         self._generator: VAE | None = None
-        self._past: VAE | None = None
-        self._new = 0  # how many examples a batch has before what is made up: x′, and what the model has said to it
-        self._dream: Tensor | None = None
-        self._said: Tensor | None = None
+        self._old_generator: VAE | None = None
+
+        # Of the current joint batch: the number of new examples, x′, and the model's outputs for x′.
+        self._num_new = 0
+        self._generated_inputs: Tensor | None = None
+        self._generated_outputs: Tensor | None = None
 
     def begin_task(self, model: nn.Module, task: Any) -> None:
-        """The generator and the model as the last task left them become the source of what is replayed."""
+        """Replay from the model and the generator of the last task's end; chunks of one task share theirs."""
         self.current = getattr(task, "id", None)
         if self._generator is None:
-            self._generator = self._build(model, task)
+            self._generator = self._build_generator(model, task)
         self._generator.to(next(model.parameters()).device)
         if self.latest and (self.current is None or self.current != self.latest["ids"][-1]):
-            self.teacher, self._past = self.latest, None
+            self.teacher = self.latest
+            self._old_generator = None
 
     def parameters(self) -> list[nn.Parameter]:
-        """The generator's."""
-        return [] if self._generator is None else list(self._generator.parameters())
+        """Return the parameters of the generator."""
+        if self._generator is None:
+            return []
+        return list(self._generator.parameters())
 
     def extra_parameters(self, model: nn.Module) -> int:
-        """None: the generator serves training alone."""
+        """Return 0: only training needs the generator."""
         return 0
 
     def join(self, batch: Batch) -> Batch:
-        """The batch, and inputs that the generator makes up, which have no labels yet: one pass costs less than two."""
+        """Append generated inputs to the batch, without labels: one forward pass costs less than two."""
         if not self.teacher:
             return batch
-        self._new, self._dream = len(batch), self._made_up(batch)
-        return replace(batch, x=torch.cat([batch.x, self._dream]))
+        self._num_new = len(batch)
+        self._generated_inputs = self._generate_inputs(batch)
+        return replace(batch, x=torch.cat([batch.x, self._generated_inputs]))
 
     def task_loss(self, batch: Batch, out: Tensor) -> Tensor:
-        """The share of the current task."""
-        if self._dream is None:
+        """Return (1/t) L_task."""
+        if self._generated_inputs is None:
             return batch.loss(out)
-        self._said = out[self._new :]
-        return self._share() * batch[: self._new].loss(out[: self._new])
+        n = self._num_new
+        self._generated_outputs = out[n:]
+        return self._task_weight() * batch[:n].loss(out[:n])
 
     def penalty(self, model: nn.Module, batch: Batch | None = None, out: Tensor | None = None) -> Tensor | float:
-        """What is replayed, and the generator's own lesson."""
+        """Return (1 - 1/t) L_replay + L_generator."""
         if batch is None or self._generator is None:
             return 0.0
         if self.pixels and (batch.x.min() < 0 or batch.x.max() > 1):
             raise ValueError(
-                "The generator has begun with inputs in [0, 1], these are not: scale all tasks' inputs alike."
+                "The generator was built for inputs in [0, 1], and these are outside: scale the inputs of all tasks to "
+                "the same range."
             )
-        noise = self._noise(len(batch), batch.x)
+        noise = self._draw_noise(len(batch), batch.x)
         if not self.teacher:
             return self._generator.loss(batch.x, noise)
         self._check_statistics(model)
-        share, x, said = self._share(), self._dream, self._said
-        self._dream = self._said = None
-        if x is None or said is None:  # asked for the penalty alone
-            x = self._made_up(batch)
-            said = forward(model, x)
-        both, noise = torch.cat([batch.x, x]), torch.cat([noise, self._noise(len(x), x)])
-        weights = [x.new_full((len(batch),), share / len(batch)), x.new_full((len(x),), (1 - share) / len(x))]
-        replayed = self._replayed(batch, x, teacher_outputs(model, self.teacher, x), said)
-        return self._generator.loss(both, noise, torch.cat(weights)) + (1 - share) * replayed
+
+        # The forward pass of ``loss`` has included x′; a call of ``penalty`` alone has not.
+        x = self._generated_inputs
+        outputs = self._generated_outputs
+        self._generated_inputs = None
+        self._generated_outputs = None
+        if x is None or outputs is None:
+            x = self._generate_inputs(batch)
+            outputs = forward(model, x)
+
+        # Weights 1/t and 1 - 1/t, divided by the number of examples: L_generator is a weighted sum.
+        task_weight = self._task_weight()
+        joint_noise = torch.cat([noise, self._draw_noise(len(x), x)])
+        new_weights = x.new_full((len(batch),), task_weight / len(batch))
+        replay_weights = x.new_full((len(x),), (1 - task_weight) / len(x))
+        replay_loss = self._replay_loss(batch, x, teacher_outputs(model, self.teacher, x), outputs)
+        generator_loss = self._generator.loss(
+            torch.cat([batch.x, x]), joint_noise, torch.cat([new_weights, replay_weights])
+        )
+        return generator_loss + (1 - task_weight) * replay_loss
+
+    def _replay_loss(self, batch: Batch, x: Tensor, target: Tensor, outputs: Tensor) -> Tensor:
+        """Compute L_replay, the mean over old tasks of the loss on generated inputs.
+
+        Args:
+            batch: the current batch, for its scenario mask.
+            x: x′.
+            target: outputs of the old model for x′.
+            outputs: outputs of the model for x′.
+        """
+        if not isinstance(batch.likelihood, Categorical):
+            raise TypeError(f"Generative replay needs classes; {batch.likelihood} has none: use ER.")
+        if outputs.dim() != 2:
+            raise TypeError(
+                f"Generative replay needs one row of outputs per input, got outputs of shape {tuple(outputs.shape)}."
+            )
+
+        groups = distillation_groups(self.teacher, self.current, target, (outputs, batch.allowed))
+        total: Tensor = outputs.new_zeros(())
+        for old, new, num_tasks, k in groups:
+            if self.targets == "hard":
+                y = old[target[:, old].argmax(-1)]
+                t = None if batch.t is None else torch.full((len(x),), k, device=x.device)
+                loss = batch.like(x, y, t).loss(outputs)
+            else:
+                divergence = softened_kl(target[:, old], outputs[:, old], outputs[:, new], self.temperature).sum()
+                loss = self.temperature * self.temperature * divergence / len(x)
+            total = total + num_tasks * loss
+        return total / max(1, sum(group.num_tasks for group in groups))
 
     def end_task(self, model: nn.Module, task: Any) -> None:
-        """Remember the model and its generator as they are."""
+        """Store the model and the generator for the next task."""
         if self._generator is None:
             raise ValueError(
                 "GenerativeReplay has no generator yet: call begin_task(model, task) before the task's first step."
             )
         self.learned = append_task(self.learned, task)
-        self.weights = {n: v.detach().clone() for n, v in self._generator.state_dict().items()}
-        self.latest = {**snapshot_teacher(model, task, self.learned), "generator": self.weights}
+        self._copy_generator_weights()
+        self.latest = {**snapshot_teacher(model, task, self.learned), "generator": self.generator_weights}
 
     def state_dict(self) -> dict[str, Any]:
-        """With the generator as it is just now."""
-        if self._generator is not None:
-            self.weights = {n: v.detach().clone() for n, v in self._generator.state_dict().items()}
+        """Return the state, with the current weights of the generator."""
+        self._copy_generator_weights()
         return super().state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what another had learned, its generator included."""
+        """Load the state of a method with the same settings, and rebuild its generator."""
         super().load_state_dict(state)
-        self._past = None
-        if self.weights:
-            self._generator = self._vae(self.weights)
+        self._old_generator = None
+        if self.generator_weights:
+            self._generator = self._load_generator(self.generator_weights)
 
-    def _made_up(self, batch: Batch) -> Tensor:
-        """Inputs from the generator as it was before this task."""
-        if self._past is None:
-            self._past = self._vae(self.teacher["generator"]).requires_grad_(False)
-        return self._past.sample(self._noise(self.size or len(batch), batch.x))
+    def _copy_generator_weights(self) -> None:
+        if self._generator is not None:
+            self.generator_weights = {n: v.detach().clone() for n, v in self._generator.state_dict().items()}
 
-    def _replayed(self, batch: Batch, x: Tensor, target: Tensor, out: Tensor) -> Tensor:
-        if not isinstance(batch.likelihood, Categorical):
-            raise TypeError(f"Generative replay is about classes; {batch.likelihood} has none: use ER.")
-        if out.dim() != 2:
-            raise TypeError(
-                f"Generative replay needs one row of outputs per input, got outputs of shape {tuple(out.shape)}."
-            )
-        now = (out, batch.allowed)
-        asked = distillation_groups(self.teacher, self.current, target, now)
-        total: Tensor = out.new_zeros(())
-        for old, new, times, k in asked:
-            if self.targets == "hard":
-                y = old[target[:, old].argmax(-1)]
-                t = None if batch.t is None else torch.full((len(x),), k, device=x.device)
-                loss = batch.like(x, y, t).loss(out)
-            else:
-                apart = softened_kl(target[:, old], out[:, old], out[:, new], self.temperature).sum()
-                loss = self.temperature * self.temperature * apart / len(x)
-            total = total + times * loss
-        count = max(1, sum(times for _, _, times, _ in asked))
-        return total / count
+    def _generate_inputs(self, batch: Batch) -> Tensor:
+        """Sample x′ from the generator of the last task's end."""
+        if self._old_generator is None:
+            self._old_generator = self._load_generator(self.teacher["generator"]).requires_grad_(False)
+        return self._old_generator.sample(self._draw_noise(self.size or len(batch), batch.x))
 
-    def _share(self) -> float:
+    def _task_weight(self) -> float:
+        """Return 1/t."""
         ids: list[int] = self.teacher["ids"]
         return 1 / (1 + sum(k != self.current for k in ids))
 
-    def _noise(self, rows: int, like: Tensor) -> Tensor:
-        """From a sequence of its own, which does not shift the model's random numbers."""
-        self.draws += 1
-        source = generator(distributed.rank(), "generative", self.draws)
+    def _draw_noise(self, rows: int, like: Tensor) -> Tensor:
+        """Draw standard normal noise from its own sequence, which does not change the model's random numbers."""
+        self.num_draws += 1
+        source = generator(distributed.rank(), "generative", self.num_draws)
         return torch.randn(rows, self.latent, generator=source).to(like)
 
-    def _build(self, model: nn.Module, task: Any) -> VAE:
-        """A generator for this task's inputs."""
+    def _build_generator(self, model: nn.Module, task: Any) -> VAE:
+        """Build a generator for the shape and the range of the first task's inputs."""
         batch = next(as_task(task).examples(256), None)
         if batch is None or not isinstance(batch.x, Tensor) or not batch.x.is_floating_point():
             raise TypeError(
                 "GenerativeReplay needs inputs that are tensors of floating-point numbers, vectors or small images."
             )
-        self.inputs, self.pixels = list(batch.x.shape[1:]), bool(batch.x.min() >= 0 and batch.x.max() <= 1)
+        self.input_shape = list(batch.x.shape[1:])
+        self.pixels = bool(batch.x.min() >= 0 and batch.x.max() <= 1)
         with seeded(derive(0, "generative")):
-            vae = VAE(self.inputs, self.pixels, self.hidden, self.latent)
-        like = next(model.parameters())
-        return vae.to(like.device, like.dtype)
+            vae = VAE(self.input_shape, self.pixels, self.hidden, self.latent)
+        p = next(model.parameters())
+        return vae.to(p.device, p.dtype)
 
-    def _vae(self, weights: dict[str, Tensor]) -> VAE:
+    def _load_generator(self, weights: dict[str, Tensor]) -> VAE:
+        """Build a generator with these weights."""
         with seeded(0):
-            vae = VAE(self.inputs, self.pixels, self.hidden, self.latent)
-        like = next(iter(weights.values()))
-        vae.to(like.device, like.dtype).load_state_dict(copy.deepcopy(weights))
+            vae = VAE(self.input_shape, self.pixels, self.hidden, self.latent)
+        weight = next(iter(weights.values()))
+        vae.to(weight.device, weight.dtype).load_state_dict(copy.deepcopy(weights))
         return vae

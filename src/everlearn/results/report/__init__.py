@@ -1,1 +1,1 @@
-"""Reports: views of results."""
+"""Views of results: text tables, plots, spreadsheets, an HTML report and its local server."""

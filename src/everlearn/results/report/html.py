@@ -1,4 +1,4 @@
-"""Results as one HTML file that needs nothing else: no server, no network, no installed fonts or scripts."""
+"""HTML report in a single file that needs no server, network, fonts or scripts from elsewhere."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from string import Template
 from typing import Any
 
 from everlearn.results.provenance import version
-from everlearn.results.report.rows import runs
+from everlearn.results.report.rows import run_rows
 from everlearn.results.report.table import table
 from everlearn.results.result import Result
 from everlearn.runtime.escaping import printable
@@ -20,29 +20,33 @@ PAGE = resources.files("everlearn.results.report") / "page"
 
 
 def html(results: Iterable[Result], title: str = "Everlearn", refresh: int | None = None) -> str:
-    """The page.
+    """Render the report as an HTML page.
 
     Args:
-        results: of any streams, scenarios, methods and seeds.
-        title: of the page.
-        refresh: seconds after which the page loads itself again, for results that are still being made.
+        results: results of any streams, scenarios, methods and seeds.
+        title: title of the page.
+        refresh: seconds after which the page reloads itself, for runs that are in progress.
     """
-    every = list(results)
-    data = {"runs": runs(every), "version": version(), "made": datetime.now(UTC).isoformat(timespec="seconds")}
+    results = list(results)
+    data = {
+        "runs": run_rows(results),
+        "version": version(),
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
     return Template(_read("report.html")).substitute(
         title=escape(printable(title)),
         refresh=f'<meta http-equiv="refresh" content="{refresh}">' if refresh else "",
         style=_read("report.css"),
         script=_read("charts.js") + _read("report.js"),
-        data=embedded(data),
-        plain=escape(table(every)),  # for those without scripts
+        data=embed_json(data),
+        plain=escape(table(results)),  # for browsers without scripts
     )
 
 
-def embedded(data: Any) -> str:
-    r"""JSON that cannot end the script element it stands in, whatever people name their things.
+def embed_json(data: Any) -> str:
+    r"""Encode JSON for a script element: no user's name can end the element.
 
-    >>> embedded({"method": "</script>"})
+    >>> embed_json({"method": "</script>"})
     '{"method":"\\u003c/script>"}'
     """
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)

@@ -1,4 +1,4 @@
-"""The main pictures as one PNG, for slides and papers."""
+"""Plot the main figures as one PNG, for slides and papers."""
 
 from __future__ import annotations
 
@@ -7,103 +7,136 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from everlearn.results.report.rows import Run, runs
+from everlearn.results.report.rows import Row, run_rows
 from everlearn.results.result import Result
 from everlearn.runtime.escaping import plot_label
 from everlearn.runtime.optional_imports import import_optional
 
-MARKS = "os^DPvX*"
-LINES = ("-", "--", ":", "-.")
-COLORS = 10  # of matplotlib's own cycle; after them styles change
-LEAST = 5  # points of accuracy that an axis spans, or differences of a thousandth would fill it
-LETTERS = 120  # that fit beside each other in the legend
+MARKERS = "os^DPvX*"
+LINE_STYLES = ("-", "--", ":", "-.")
+NUM_COLORS = 10  # of matplotlib's default cycle
+MIN_AXIS_SPAN = 5  # percentage points; otherwise differences of a thousandth would fill the axis
+LEGEND_CHARACTERS = 120  # that fit in a line of the legend
+LEGEND_LINE_HEIGHT = 0.22  # inches
 
 
 def png(results: Sequence[Result]) -> bytes:
-    """For each stream and scenario: stability against plasticity, and the average over the stream."""
-    every = [{**r, **{key: plot_label(r[key]) for key in ("stream", "scenario", "method")}} for r in runs(results)]
-    places = list(dict.fromkeys((r["stream"], r["scenario"]) for r in every))
-    methods = list(dict.fromkeys(r["method"] for r in every))
-    columns = max(1, min(len(methods), LETTERS // (6 + max(map(len, methods), default=0))))
-    legend = 0.22 * -(-len(methods) // columns)  # inches
-    figure = import_optional("matplotlib.figure", "plot", "A picture").Figure(
-        figsize=(11, 4 * len(places) + legend), dpi=120, layout="constrained"
+    """Plot for each stream and scenario stability against plasticity, and the average accuracy over the stream."""
+    rows = []
+    for row in run_rows(results):
+        labels = {key: plot_label(row[key]) for key in ("stream", "scenario", "method")}
+        rows.append({**row, **labels})
+    settings = list(dict.fromkeys((row["stream"], row["scenario"]) for row in rows))
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+
+    # The figure grows with the legend, so that many methods do not squeeze the axes.
+    longest_name = max(map(len, methods), default=0)
+    legend_columns = max(1, min(len(methods), LEGEND_CHARACTERS // (6 + longest_name)))
+    legend_height = LEGEND_LINE_HEIGHT * math.ceil(len(methods) / legend_columns)
+    figure = import_optional("matplotlib.figure", "plot", "A plot").Figure(
+        figsize=(11, 4 * len(settings) + legend_height), dpi=120, layout="constrained"
     )
-    axes = figure.subplots(len(places), 2, squeeze=False)
-    for (left, right), place in zip(axes, places, strict=True):
-        here = [r for r in every if (r["stream"], r["scenario"]) == place]
-        score = here[0]["score"]
-        percent = score == "accuracy"
-        factor = 100 if percent else 1
-        unit = " (%)" if percent else ""
-        for i, method in enumerate(methods):
-            mine = [r for r in here if r["method"] == method]
-            _points(left, mine, method, i, factor)
-            _course(right, mine, method, i, factor)
-        left.set(
-            title=f"{place[0]}, {place[1]}-incremental",
-            xlabel=f"{plot_label(score)} on new tasks{unit}",
-            ylabel=f"{plot_label(score)} on old tasks{unit}",
+    axes = figure.subplots(len(settings), 2, squeeze=False)
+    for (trade_off_axis, average_axis), setting in zip(axes, settings, strict=True):
+        setting_rows = [row for row in rows if (row["stream"], row["scenario"]) == setting]
+        _plot_setting(trade_off_axis, average_axis, setting_rows, methods)
+
+    handles = _legend_handles(axes, methods)
+    if handles:
+        figure.legend(
+            handles.values(),
+            handles,
+            loc="outside lower center",
+            ncols=legend_columns,
+            fontsize="small",
+            frameon=False,
         )
-        right.set(xlabel="tasks learned", ylabel=f"average over tasks so far{unit}")
-        if percent:
-            left.set(xlim=_wide_enough(left.get_xlim()), ylim=_wide_enough(left.get_ylim()))
-            right.set(ylim=_wide_enough(right.get_ylim()))
-        right.xaxis.get_major_locator().set_params(integer=True)
-    if drawn := _legend(axes, methods):
-        figure.legend(drawn.values(), drawn, loc="outside lower center", ncols=columns, fontsize="small", frameon=False)
-    figure.savefig(file := io.BytesIO(), format="png")
+    file = io.BytesIO()
+    figure.savefig(file, format="png")
     return file.getvalue()
 
 
 def style(i: int) -> dict[str, Any]:
-    """How the i-th method is drawn: no two of forty look alike, and every second ten is hollow."""
-    color = f"C{i % COLORS}"
-    hollow = i // COLORS % 2
+    """Return the style of the i-th method; the styles of forty methods are distinct.
+
+    Colors repeat after ten methods. Then the line style changes, and every second ten have hollow markers.
+    """
+    color = f"C{i % NUM_COLORS}"
+    is_hollow = i // NUM_COLORS % 2 == 1
     return {
         "color": color,
-        "marker": MARKS[i % len(MARKS)],
-        "markerfacecolor": "white" if hollow else color,
-        "linestyle": LINES[i // COLORS % len(LINES)],
+        "marker": MARKERS[i % len(MARKERS)],
+        "markerfacecolor": "white" if is_hollow else color,
+        "linestyle": LINE_STYLES[i // NUM_COLORS % len(LINE_STYLES)],
     }
 
 
-def _legend(axes: Any, methods: Sequence[str]) -> dict[str, Any]:
-    """What stands for each method that is drawn anywhere; lines show more of its style than points do."""
-    found: dict[str, Any] = {}
+def _plot_setting(trade_off_axis: Any, average_axis: Any, rows: Sequence[Row], methods: Sequence[str]) -> None:
+    """Plot the runs of one stream and scenario."""
+    score = rows[0]["score"]
+    is_percent = score == "accuracy"
+    factor = 100 if is_percent else 1
+    unit = " (%)" if is_percent else ""
+    for i, method in enumerate(methods):
+        method_rows = [row for row in rows if row["method"] == method]
+        _plot_trade_off(trade_off_axis, method_rows, method, i, factor)
+        _plot_average(average_axis, method_rows, method, i, factor)
+
+    trade_off_axis.set(
+        title=f"{rows[0]['stream']}, {rows[0]['scenario']}-incremental",
+        xlabel=f"{plot_label(score)} on new tasks{unit}",
+        ylabel=f"{plot_label(score)} on old tasks{unit}",
+    )
+    average_axis.set(xlabel="tasks learned", ylabel=f"average over tasks so far{unit}")
+    if is_percent:
+        trade_off_axis.set(xlim=_widen_limits(trade_off_axis.get_xlim()), ylim=_widen_limits(trade_off_axis.get_ylim()))
+        average_axis.set(ylim=_widen_limits(average_axis.get_ylim()))
+    average_axis.xaxis.get_major_locator().set_params(integer=True)
+
+
+def _legend_handles(axes: Any, methods: Sequence[str]) -> dict[str, Any]:
+    """Return the legend entry of each plotted method; lines show more of the style than points and take precedence."""
+    handle_of: dict[str, Any] = {}
     for axis in (*axes[:, 0], *axes[:, 1]):
-        found.update(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
-    return {method: found[method] for method in methods if method in found}
+        handles, labels = axis.get_legend_handles_labels()
+        handle_of.update(zip(labels, handles, strict=True))
+    return {method: handle_of[method] for method in methods if method in handle_of}
 
 
-def _points(axis: Any, mine: Sequence[Run], method: str, i: int, factor: int) -> None:
-    pairs = [(r["learning"], r["old tasks"]) for r in mine if None not in (r["learning"], r["old tasks"])]
-    if pairs:
-        sides = ([factor * v for v in side] for side in zip(*pairs, strict=True))
-        axis.plot(*sides, label=method, **{**style(i), "linestyle": ""})
+def _plot_trade_off(axis: Any, rows: Sequence[Row], method: str, i: int, factor: int) -> None:
+    """Plot the accuracy on old tasks against that on new ones, a point per run."""
+    points = []
+    for row in rows:
+        if row["learning"] is not None and row["old tasks"] is not None:
+            points.append((factor * row["learning"], factor * row["old tasks"]))
+    if points:
+        axis.plot(*zip(*points, strict=True), label=method, **{**style(i), "linestyle": ""})
 
 
-def _course(axis: Any, mine: Sequence[Run], method: str, i: int, factor: int) -> None:
-    whole = [r for r in mine if len(r["matrix"]) > 1 and len(r["matrix"]) == len(mine[0]["matrix"])]
-    if not whole:
+def _plot_average(axis: Any, rows: Sequence[Row], method: str, i: int, factor: int) -> None:
+    """Plot the average accuracy over the tasks so far, mean over seeds."""
+    complete = [row for row in rows if len(row["matrix"]) > 1 and len(row["matrix"]) == len(rows[0]["matrix"])]
+    if not complete:
         return
-    sofar = [[factor * _mean(row[: t + 1]) for t, row in enumerate(r["matrix"])] for r in whole]
-    mean = [sum(values) / len(values) for values in zip(*sofar, strict=True)]
-    axis.plot(whole[0]["tasks"][: len(mean)], mean, label=method, **style(i))
+    averages = []
+    for row in complete:
+        averages.append([factor * _mean(accuracies[: t + 1]) for t, accuracies in enumerate(row["matrix"])])
+    mean_over_seeds = [sum(values) / len(values) for values in zip(*averages, strict=True)]
+    axis.plot(complete[0]["tasks"][: len(mean_over_seeds)], mean_over_seeds, label=method, **style(i))
 
 
-def _wide_enough(limits: tuple[float, float]) -> tuple[float, float]:
-    """Limits of an axis that spans at least ``LEAST`` points, about the same middle.
+def _widen_limits(limits: tuple[float, float]) -> tuple[float, float]:
+    """Widen the limits of an axis to at least ``MIN_AXIS_SPAN`` points around the same center.
 
-    >>> _wide_enough((90.0, 90.5)), _wide_enough((20.0, 80.0))
+    >>> _widen_limits((90.0, 90.5)), _widen_limits((20.0, 80.0))
     ((87.75, 92.75), (20.0, 80.0))
     """
     low, high = limits
-    missing = max(0.0, LEAST - (high - low)) / 2
-    return low - missing, high + missing
+    margin = max(0.0, MIN_AXIS_SPAN - (high - low)) / 2
+    return low - margin, high + margin
 
 
-def _mean(row: Sequence[float | None]) -> float:
-    """Of the tasks that were measured; nan, which is not drawn, where none was."""
-    known = [value for value in row if value is not None]
-    return sum(known) / len(known) if known else math.nan
+def _mean(accuracies: Sequence[float | None]) -> float:
+    """Return the mean of the measured tasks; NaN, which is not drawn, if there are none."""
+    measured = [accuracy for accuracy in accuracies if accuracy is not None]
+    return sum(measured) / len(measured) if measured else math.nan

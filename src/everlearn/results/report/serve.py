@@ -1,4 +1,4 @@
-"""The report as a page on this machine that renews itself while runs go on."""
+"""Serve the report on this machine, as a page that reloads itself while runs are in progress."""
 
 from __future__ import annotations
 
@@ -16,148 +16,150 @@ from everlearn.results.report.html import html
 from everlearn.results.result import Result
 from everlearn.runtime.escaping import printable_lines
 
-HOST = re.compile(r"(\[[0-9a-f:]+\]|[0-9a-z.-]+)(?::\d{1,5})?")  # a name or an address, and perhaps a port
+HOST = re.compile(r"(\[[0-9a-f:]+\]|[0-9a-z.-]+)(?::\d{1,5})?")  # a name or address, with an optional port
 LOCAL_NAMES = {"localhost", "127.0.0.1", "::1"}
-TIMEOUT = 10.0  # seconds in which a client must go on with what it says or reads
-Version = tuple[int, int, int]  # of a file: when it was written, its size, and which file it is
+TIMEOUT = 10.0  # seconds after which an inactive client is disconnected
+FileVersion = tuple[int, int, int]  # time of the last change, size and inode
 
 
-class Pages:
-    """The page of a folder; a file is read again only when it has changed, and the page made again only when one has.
+class ReportPage:
+    """Report page of a folder, which reads a file again only if it has changed.
 
     Args:
-        folder: of results; those that are not whole yet are left out.
-        refresh: seconds after which the page loads itself again.
+        folder: folder of results; invalid or unfinished files are skipped.
+        refresh: seconds after which the page reloads itself.
     """
 
     def __init__(self, folder: Path, refresh: int) -> None:
         self.folder = folder
         self.refresh = refresh
-        self._lock = threading.Lock()  # requests come in threads of their own
-        self._results: dict[Path, tuple[Version, Result | None]] = {}
+        self._lock = threading.Lock()  # every request has its own thread
+        self._results: dict[Path, tuple[FileVersion, Result | None]] = {}
         self._page: str | None = None
 
-    def current(self) -> str:
-        """What there is now, or a page that waits for it."""
+    def render(self) -> str:
+        """Return the page with the current results, or one that waits for results."""
         with self._lock:
-            if self._update() or self._page is None:
-                self._page = self._made()
+            has_changed = self._read_changed_files()
+            if has_changed or self._page is None:
+                self._page = self._create_page()
             return self._page
 
-    def _update(self) -> bool:
-        """Read what has changed; whether anything has."""
-        versions = {path: version for path in sorted(self.folder.glob("*.json")) if (version := _version(path))}
-        known = {path: version for path, (version, _) in self._results.items()}
-        if versions == known:
+    def _read_changed_files(self) -> bool:
+        """Read the files that have changed, and return whether there are any."""
+        versions = {}
+        for path in sorted(self.folder.glob("*.json")):
+            version = _file_version(path)
+            if version is not None:
+                versions[path] = version
+
+        read_versions = {path: version for path, (version, _) in self._results.items()}
+        if versions == read_versions:
             return False
-        self._results = {
-            path: self._results[path] if known.get(path) == version else (version, _load(path))
-            for path, version in versions.items()
-        }
+        results = {}
+        for path, version in versions.items():
+            is_current = read_versions.get(path) == version
+            results[path] = self._results[path] if is_current else (version, _load(path))
+        self._results = results
         return True
 
-    def _made(self) -> str:
-        found = [result for _, result in self._results.values() if result is not None]
-        if found:
-            return html(found, f"Everlearn: {self.folder}", self.refresh)
+    def _create_page(self) -> str:
+        results = [result for _, result in self._results.values() if result is not None]
+        if results:
+            return html(results, f"Everlearn: {self.folder}", self.refresh)
         return (
             f'<!doctype html><html lang="en"><meta charset="utf-8"><meta http-equiv="refresh" content="{self.refresh}">'
-            f"<title>Everlearn</title><p>No results in {escape(str(self.folder))} yet; this page looks again every "
+            f"<title>Everlearn</title><p>No results in {escape(str(self.folder))} yet. This page reloads every "
             f"{self.refresh} seconds."
         )
 
 
-def _version(path: Path) -> Version | None:
+def _file_version(path: Path) -> FileVersion | None:
     try:
-        facts = path.stat()
+        status = path.stat()
     except OSError:
-        return None  # it was taken away just now
-    return facts.st_mtime_ns, facts.st_size, facts.st_ino
+        return None  # it has just been removed
+    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 def _load(path: Path) -> Result | None:
     try:
         return Result.load(path)
     except (ValueError, OSError):
-        return None  # being written by something else, or no result; 'everlearn report' names it
+        return None  # unfinished or not a result; 'everlearn report' names it
 
 
 class Server(ThreadingHTTPServer):
-    """Serves the page to this machine alone; ``serve_forever()`` starts it.
+    """Server of a report page for this machine only; ``serve_forever()`` starts it.
 
     Args:
-        pages: what is served.
-        port: 0 for any that is free.
+        page: the page.
+        port: port to listen on; 0 for any free port.
     """
 
-    def __init__(self, pages: Pages, port: int) -> None:
-        super().__init__(("127.0.0.1", port), partial(_Page, pages))
+    def __init__(self, page: ReportPage, port: int) -> None:
+        super().__init__(("127.0.0.1", port), partial(_Handler, page))
 
     @property
     def url(self) -> str:
-        """Where the page is."""
+        """Address of the page."""
         return f"http://{self.server_address[0]!s}:{self.server_port}/"
 
-    def is_own_name(self, host: str) -> bool:
+    def is_local_host(self, host: str) -> bool:
         """Whether a ``Host`` header names this machine.
 
-        A page of another site may have its own name point here (DNS rebinding), and would then read what is served.
+        Another site could let its own name resolve to this address (DNS rebinding), and would then read the page.
         """
         match = HOST.fullmatch(host.strip().lower())
         return match is not None and match[1].strip("[]") in {*LOCAL_NAMES, str(self.server_address[0])}
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that leaves, or says nothing, is no error; anything else is told in a line."""
+        """Print errors in one line, but ignore clients that disconnect or time out."""
         error = sys.exception()
         if not isinstance(error, (ConnectionError, TimeoutError)):
             message = "".join(traceback.format_exception_only(error)).strip()
             print(printable_lines(f"everlearn: The page could not be served: {message}"), file=sys.stderr)
 
 
-def server(folder: Path, port: int = 0, refresh: int = 10) -> Server:
-    """A server for this machine alone; ``serve_forever()`` starts it, ``url`` is where.
+def create_server(folder: Path, port: int = 0, refresh: int = 10) -> Server:
+    """Create a server of a folder's report; ``serve_forever()`` starts it, and ``url`` is its address.
 
     Args:
-        folder: of results; those that are not whole yet are left out.
-        port: 0 for any that is free.
-        refresh: seconds after which the page loads itself again.
+        folder: folder of results; invalid or unfinished files are skipped.
+        port: port to listen on; 0 for any free port.
+        refresh: seconds after which the page reloads itself.
     """
-    return Server(Pages(folder, refresh), port)
+    return Server(ReportPage(folder, refresh), port)
 
 
-def page(folder: Path, refresh: int) -> str:
-    """What there is now, or a page that waits for it."""
-    return Pages(folder, refresh).current()
-
-
-class _Page(BaseHTTPRequestHandler):
+class _Handler(BaseHTTPRequestHandler):
     server: Server
     timeout = TIMEOUT
 
-    def __init__(self, pages: Pages, *args: Any) -> None:
-        self.pages = pages
+    def __init__(self, page: ReportPage, *args: Any) -> None:
+        self.page = page
         super().__init__(*args)
 
     def do_GET(self) -> None:
-        """Only the page itself."""
-        content = self._answer()
+        """Send the headers and the page."""
+        content = self._send_headers()
         if content is not None:
             self.wfile.write(content)
 
     def do_HEAD(self) -> None:
-        """What there is to say of the page."""
-        self._answer()
+        """Send the headers of the page."""
+        self._send_headers()
 
-    def _answer(self) -> bytes | None:
-        """Send the headers; the content, or None where the client gets none."""
+    def _send_headers(self) -> bytes | None:
+        """Send the headers and return the page, or None if the request is refused."""
         hosts = self.headers.get_all("Host", [])
-        if len(hosts) != 1 or not self.server.is_own_name(hosts[0]):
-            self.send_error(421, explain=f"This page is at {self.server.url} alone.")
+        if len(hosts) != 1 or not self.server.is_local_host(hosts[0]):
+            self.send_error(421, explain=f"This page is served only at {self.server.url}.")
             return None
         if self.path.partition("?")[0] != "/":
             self.send_error(404)
             return None
-        content = self.pages.current().encode(errors="backslashreplace")
+        content = self.page.render().encode(errors="backslashreplace")
         self.send_response(200)
         self.send_header("Content-Type", "text/html; charset=utf-8")
         self.send_header("Content-Length", str(len(content)))
@@ -166,4 +168,4 @@ class _Page(BaseHTTPRequestHandler):
         return content
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Quiet: a line every few seconds helps nobody."""
+        """Log nothing: the page reloads every few seconds."""

@@ -1,10 +1,10 @@
-"""Results as text tables: one per stream and scenario, or one overview of all scenarios."""
+"""Text tables of results: one per stream and scenario, or one overview of all scenarios."""
 
 from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,210 +12,265 @@ import numpy as np
 from everlearn.results.result import Result
 from everlearn.runtime.escaping import printable
 
-Group = dict[str, list[Result]]  # a method's results, one per seed
+Group = dict[str, list[Result]]  # results of each method, one per seed
+
+METRICS = {  # title of a column -> attribute of a result
+    "average": "average_accuracy",
+    "overall": "overall_accuracy",
+    "forgetting": "forgetting",
+    "learning": "learning_accuracy",
+    "incremental": "average_incremental_accuracy",
+    "backward": "backward_transfer",
+    "forward": "forward_transfer",
+}
+MAX_TASK_COLUMNS = 10  # of a longer stream, evenly spaced tasks are shown
 
 
 def table(results: Iterable[Result]) -> str:
-    """For each stream and scenario a table of methods and metrics, mean ± standard deviation over seeds."""
-    return "\n\n".join(
-        f"{stream}, {scenario}-incremental ({_unit(group)}, mean ± std over seeds; average: over tasks, overall: over all test "
-        "examples)\n" + _metrics(group)
-        for (stream, scenario), group in _groups(results).items()
-    )
+    """Format a table of methods and metrics for each stream and scenario, mean ± standard deviation over seeds."""
+    tables = []
+    for (stream, scenario), group in _group_results(results).items():
+        explanation = f"{_unit(group)}, mean ± std over seeds; average: over tasks, overall: over all test examples"
+        tables.append(f"{stream}, {scenario}-incremental ({explanation})\n" + _format_group(group))
+    return "\n\n".join(tables)
 
 
 def overview(results: Iterable[Result]) -> str:
-    """Methods against scenarios: average accuracy after the last task and, in brackets, forgetting."""
-    groups = _groups(results)
-    methods = list(dict.fromkeys(m for group in groups.values() for m in group))
-    titles = ["method", *(f"{scenario}-incremental" for _, scenario in groups), "seconds"]
-    lines = []
-    for m in methods:
-        mine = [group.get(m, []) for group in groups.values()]
-        seconds = np.mean([r.seconds for rs in mine for r in rs])
-        lines.append([m, *(_cell(rs) for rs in mine), f"{seconds:.1f}"])
+    """Format a table of methods against scenarios: average accuracy after the last task, and forgetting in brackets."""
+    groups = _group_results(results)
+    methods = dict.fromkeys(method for group in groups.values() for method in group)
+    rows = [["method", *(f"{scenario}-incremental" for _, scenario in groups), "seconds"]]
+    for method in methods:
+        by_scenario = [group.get(method, []) for group in groups.values()]
+        mean_seconds = np.mean([result.seconds for runs in by_scenario for result in runs])
+        rows.append([method, *(_overview_cell(runs) for runs in by_scenario), f"{mean_seconds:.1f}"])
+
     streams = ", ".join(dict.fromkeys(stream for stream, _ in groups))
-    seeds = max(len(rs) for group in groups.values() for rs in group.values())
+    num_seeds = max(len(runs) for group in groups.values() for runs in group.values())
+    seeds = f"{num_seeds} seed{'s' * (num_seeds > 1)}"
     unit = _unit(next(iter(groups.values())))
-    note = f"{streams}: average {unit} after the last task (forgetting in brackets), {seeds} seed{'s' * (seeds > 1)}"
-    return note + "\n" + columns([titles, *lines])
+    title = f"{streams}: average {unit} after the last task (forgetting in brackets), {seeds}"
+    return title + "\n" + align_columns(rows)
 
 
-def columns(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of words as aligned columns, the first row over a line; the first column to the left, others to the right.
+def align_columns(rows: Sequence[Sequence[str]]) -> str:
+    """Align cells in columns, the first to the left and the others to the right, with a line below the first row.
 
-    >>> print(columns([["method", "accuracy"], ["joint", "98.1"]]))
+    >>> print(align_columns([["method", "accuracy"], ["joint", "98.1"]]))
     method  accuracy
     ----------------
     joint       98.1
     """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(
-            word.ljust(w) if i == 0 else word.rjust(w) for i, (word, w) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
+    first_width, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for first_cell, *cells in rows:
+        aligned = [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
+        lines.append("  ".join([first_cell.ljust(first_width), *aligned]))
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 
 
 def named_runs(results: Iterable[Result]) -> list[tuple[Result, tuple[str, str, str]]]:
-    """Every result with its stream, its scenario and its method, whose name tells whatever differs besides the seed."""
+    """Pair each result with its stream, scenario and method; the method's name includes settings that differ."""
     by_setting: dict[tuple[str, str], list[Result]] = defaultdict(list)
-    for r in results:
-        by_setting[r.config.get("stream", {}).get("name", "?"), r.config.get("scenario", "?")].append(r)
-    return [
-        (r, (printable(setting[0]), printable(setting[1]), printable(", ".join([r.config["method"], *variant]))))
-        for setting, rs in by_setting.items()
-        for r, variant in zip(rs, _variants(rs), strict=True)
-    ]
+    for result in results:
+        stream = result.config.get("stream", {}).get("name", "?")
+        by_setting[stream, result.config.get("scenario", "?")].append(result)
+
+    named = []
+    for (stream, scenario), runs in by_setting.items():
+        for result, variant in zip(runs, _differing_settings(runs), strict=True):
+            method = ", ".join([result.config["method"], *variant])
+            named.append((result, (printable(stream), printable(scenario), printable(method))))
+    return named
 
 
-def _groups(results: Iterable[Result]) -> dict[tuple[str, str], Group]:
-    """By stream and scenario, then by method, the best first; seeds are averaged."""
+def _group_results(results: Iterable[Result]) -> dict[tuple[str, str], Group]:
+    """Group results by stream and scenario, then by method, the best first."""
     groups: dict[tuple[str, str], Group] = {}
-    for r, (stream, scenario, method) in named_runs(results):
-        groups.setdefault((stream, scenario), {}).setdefault(method, []).append(r)
-    return {
-        setting: dict(sorted(group.items(), key=lambda item: -np.mean([r.average_accuracy for r in item[1]])))
-        for setting, group in groups.items()
-    }
+    for result, (stream, scenario, method) in named_runs(results):
+        groups.setdefault((stream, scenario), {}).setdefault(method, []).append(result)
+
+    def mean_accuracy(item: tuple[str, list[Result]]) -> float:
+        return float(np.mean([result.average_accuracy for result in item[1]]))
+
+    for setting, group in groups.items():
+        groups[setting] = dict(sorted(group.items(), key=lambda item: -mean_accuracy(item)))
+    return groups
 
 
-def _variants(results: Sequence[Result]) -> list[list[str]]:
-    """For each result the facts in which these results differ, beyond method and seed."""
-    facts = [_facts(r) for r in results]
-    same = [(r.config["method"], r.config.get("seed"), repr(f)) for r, f in zip(results, facts, strict=True)]
-    if len(set(same)) < len(same):  # one seed twice: the data or first weights were others
-        facts = [
-            {**f, "data": hashlib.blake2b(repr(r.config.get("fingerprints")).encode(), digest_size=2).hexdigest()}
-            for r, f in zip(results, facts, strict=True)
-        ]
-    varied = [k for k in dict.fromkeys(k for f in facts for k in f) if len({repr(f.get(k)) for f in facts}) > 1]
-    return [[f"{k}={f.get(k)}" for k in varied] for f in facts]
+def _differing_settings(results: Sequence[Result]) -> list[list[str]]:
+    """List for each result the settings in which these results differ, besides method and seed."""
+    settings = [_settings(result) for result in results]
+    keys = [
+        (result.config["method"], result.config.get("seed"), repr(values))
+        for result, values in zip(results, settings, strict=True)
+    ]
+    # If a seed occurs twice in one setting, the data or the initial weights were different.
+    if len(set(keys)) < len(keys):
+        for result, values in zip(results, settings, strict=True):
+            values["data"] = _short_digest(repr(result.config.get("fingerprints")))
+
+    names = dict.fromkeys(name for values in settings for name in values)
+    differing = [name for name in names if len({repr(values.get(name)) for values in settings}) > 1]
+    return [[f"{name}={values.get(name)}" for name in differing] for values in settings]
 
 
-def _facts(result: Result) -> dict[str, Any]:
-    """What all seeds of one setting have in common, joint training on the same stream included."""
+def _settings(result: Result) -> dict[str, Any]:
+    """Return the settings that all seeds of an experiment share, and joint training on the same stream with them."""
     training = dict(result.config.get("training", {}))
     groups = training.pop("groups", [{}])
+    group_settings = groups[0] if len(groups) == 1 else {"groups": groups}
+
+    # Joint training merges all tasks into one, so its iterations are divided by their number.
     stream = dict(result.config.get("stream", {}))
-    joint = stream.pop("joint", False)
-    merged = stream.pop("merged", stream.get("tasks", 1) if joint else 1)
-    if steps := training.get("iterations"):  # joint training's are those of all its tasks
-        training["iterations"] = steps / merged if steps % merged else steps // merged
-    stream = {k: v for k, v in stream.items() if k not in ("seed", "class_order")}
-    text = str(result.config.get("model"))
-    model = f"{text.split('(')[0]}-{hashlib.blake2b(text.encode(), digest_size=2).hexdigest()}"
-    return {**training, **(groups[0] if len(groups) == 1 else {"groups": groups}), **stream, "model": model}
+    is_joint = stream.pop("joint", False)
+    num_merged = stream.pop("merged", stream.get("tasks", 1) if is_joint else 1)
+    iterations = training.get("iterations")
+    if iterations:
+        training["iterations"] = iterations / num_merged if iterations % num_merged else iterations // num_merged
+
+    stream = {name: value for name, value in stream.items() if name not in ("seed", "class_order")}
+    model_text = str(result.config.get("model"))
+    model = f"{model_text.split('(')[0]}-{_short_digest(model_text)}"
+    return {**training, **group_settings, **stream, "model": model}
 
 
-def _metrics(group: Group) -> str:
-    """Tables narrow enough for a terminal: what was reached, what it cost, and how that grew where it did."""
-    joint = {_setting(r): r for rs in group.values() for r in rs if r.config["method"] == "joint"}
-    reached = [
-        [
-            "method",
-            "seeds",
-            "average",
-            "overall",
-            "forgetting",
-            "learning",
-            "incremental",
-            "backward",
-            "forward",
-            "intransigence",
-        ]
-    ]
-    told = list(dict.fromkeys(name for rs in group.values() for r in rs for name in _told(r)))
-    spent = [["method", "train s", "consolidate s", "evaluate s", "peak MB", "parameters", "state KB", *told]]
-    for method, rs in group.items():
-        name, against = _score(rs), [r.intransigence(j) for r in rs if (j := _joint_of(r, joint)) is not None]
-        reached.append([
-            method, str(len({r.config.get("seed") for r in rs})),
-            *(_spread([getattr(r, metric) for r in rs], name) for metric in (
-                "average_accuracy", "overall_accuracy", "forgetting", "learning_accuracy", "average_incremental_accuracy",
-                "backward_transfer", "forward_transfer")),
-            _spread(against, name),
-        ])  # fmt: skip
-        spent.append([
-            method,
-            *(_number([r.cost.get("seconds", {}).get(k) for r in rs], "{:.2f}") for k in ("train", "consolidate", "evaluate")),
-            _number([r.cost.get("peak_memory", 0) / 2**20 for r in rs], "{:.0f}"),
-            _number([(r.cost.get("parameters") or [None])[-1] for r in rs], "{:,.0f}"),
-            _number([(r.cost.get("state_bytes") or [0])[-1] / 1024 for r in rs], "{:,.0f}"),
-            *(_short([_told(r).get(name) for r in rs]) for name in told),
-        ])  # fmt: skip
-    return "\n\n".join(columns(rows) for rows in (reached, spent, _course(group)) if len(rows) > 1)
+def _short_digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=2).hexdigest()
 
 
-def _joint_of(result: Result, joint: dict[tuple[Any, str], Result]) -> Result | None:
-    """Joint training in the setting of a result, on as many tasks; None where there is none, or it is the result itself."""
-    found = joint.get(_setting(result))
-    if found is None or found is result or found.accuracy.shape[1] != result.accuracy.shape[1]:
-        return None
-    return found
+def _format_group(group: Group) -> str:
+    """Format tables narrow enough for a terminal: metrics, costs, and diagnostics that change over tasks."""
+    tables = (_metrics_table(group), _cost_table(group), _growth_table(group))
+    return "\n\n".join(align_columns(rows) for rows in tables if len(rows) > 1)
 
 
-def _told(result: Result) -> dict[str, float]:
-    """What the method told of itself after the last task; how importances are distributed is for pictures."""
-    facts: list[dict[str, float]] = result.cost.get("facts") or [{}]
-    return {printable(name): value for name, value in facts[-1].items() if not name.startswith("importance")}
+def _metrics_table(group: Group) -> list[list[str]]:
+    joint_runs = {}
+    for runs in group.values():
+        for result in runs:
+            if result.config["method"] == "joint":
+                joint_runs[_setting_key(result)] = result
 
-
-def _course(group: Group, most: int = 10) -> list[list[str]]:
-    """What methods told of themselves task by task, where it changed; of many tasks some, the last among them."""
-    told = {m: [facts for r in rs if (facts := r.diagnostics)] for m, rs in group.items()}
-    tasks = max((len(facts) for runs in told.values() for facts in runs), default=0)
-    shown = [t for t in range(tasks) if (tasks - 1 - t) % -(-tasks // most) == 0]
-    rows = [["growth", *(f"task {t + 1}" for t in shown)]]
-    for method, runs in told.items():
-        for name in dict.fromkeys(name for facts in runs for after in facts for name in after):
-            if not name.startswith("importance") and any(
-                len({after.get(name) for after in facts}) > 1 for facts in runs
-            ):
-                known = [[facts[t].get(name) for facts in runs if t < len(facts)] for t in shown]
-                rows.append([f"{method}: {printable(name)}", *(_short(values) for values in known)])
+    rows = [["method", "seeds", *METRICS, "intransigence"]]
+    for method, runs in group.items():
+        score = _score_name(runs)
+        seeds = {result.config.get("seed") for result in runs}
+        cells = [_mean_and_std([getattr(result, metric) for result in runs], score) for metric in METRICS.values()]
+        intransigence = []
+        for result in runs:
+            joint = _matching_joint_run(result, joint_runs)
+            if joint is not None:
+                intransigence.append(result.intransigence(joint))
+        rows.append([method, str(len(seeds)), *cells, _mean_and_std(intransigence, score)])
     return rows
 
 
-def _setting(result: Result) -> tuple[Any, str]:
-    return result.config.get("seed"), repr(_facts(result))
+def _cost_table(group: Group) -> list[list[str]]:
+    diagnostic_names = list(
+        dict.fromkeys(name for runs in group.values() for result in runs for name in _final_diagnostics(result))
+    )
+    purposes = ("train", "consolidate", "evaluate")
+    rows = [["method", *(f"{p} s" for p in purposes), "peak MB", "parameters", "state KB", *diagnostic_names]]
+    for method, runs in group.items():
+        costs = [result.cost for result in runs]
+        diagnostics = [_final_diagnostics(result) for result in runs]
+        rows.append(
+            [
+                method,
+                *(_mean([cost.get("seconds", {}).get(p) for cost in costs], "{:.2f}") for p in purposes),
+                _mean([cost.get("peak_memory", 0) / 2**20 for cost in costs], "{:.0f}"),
+                _mean([(cost.get("parameters") or [None])[-1] for cost in costs], "{:,.0f}"),
+                _mean([(cost.get("state_bytes") or [0])[-1] / 1024 for cost in costs], "{:,.0f}"),
+                *(_short_mean([values.get(name) for values in diagnostics]) for name in diagnostic_names),
+            ]
+        )
+    return rows
 
 
-def _cell(results: Sequence[Result]) -> str:
+def _growth_table(group: Group) -> list[list[str]]:
+    """List the diagnostics that change from task to task; of many tasks some, including the last."""
+    by_method = {
+        method: [result.diagnostics for result in runs if result.diagnostics] for method, runs in group.items()
+    }
+    num_tasks = max((len(diagnostics) for runs in by_method.values() for diagnostics in runs), default=0)
+    stride = -(-num_tasks // MAX_TASK_COLUMNS)
+    tasks = [t for t in range(num_tasks) if (num_tasks - 1 - t) % stride == 0]
+
+    rows = [["growth", *(f"task {t + 1}" for t in tasks)]]
+    for method, runs in by_method.items():
+        names = dict.fromkeys(name for diagnostics in runs for values in diagnostics for name in values)
+        for name in names:
+            if name.startswith("importance") or not any(_changes(diagnostics, name) for diagnostics in runs):
+                continue
+            cells = []
+            for t in tasks:
+                cells.append(_short_mean([diagnostics[t].get(name) for diagnostics in runs if t < len(diagnostics)]))
+            rows.append([f"{method}: {printable(name)}", *cells])
+    return rows
+
+
+def _changes(diagnostics: Sequence[Mapping[str, float]], name: str) -> bool:
+    return len({values.get(name) for values in diagnostics}) > 1
+
+
+def _matching_joint_run(result: Result, joint_runs: dict[tuple[Any, str], Result]) -> Result | None:
+    """Return joint training in the setting of a result, on as many tasks; None for joint training itself."""
+    joint = joint_runs.get(_setting_key(result))
+    if joint is None or joint is result or joint.accuracy.shape[1] != result.accuracy.shape[1]:
+        return None
+    return joint
+
+
+def _final_diagnostics(result: Result) -> dict[str, float]:
+    """Return the diagnostics after the last task, without distributions of importances, which plots show."""
+    diagnostics: list[dict[str, float]] = result.cost.get("diagnostics") or [{}]
+    return {printable(name): value for name, value in diagnostics[-1].items() if not name.startswith("importance")}
+
+
+def _setting_key(result: Result) -> tuple[Any, str]:
+    return result.config.get("seed"), repr(_settings(result))
+
+
+def _overview_cell(results: Sequence[Result]) -> str:
     if not results:
         return "–"
-    forgot = np.mean([r.forgetting for r in results])
-    name = _score(results)
-    lost = "" if np.isnan(forgot) else f" ({_spread([float(forgot)], name):>4})"
-    return _spread([r.average_accuracy for r in results], name) + (lost or "       ")
+    score = _score_name(results)
+    average = _mean_and_std([result.average_accuracy for result in results], score)
+    forgetting = float(np.mean([result.forgetting for result in results]))
+    if np.isnan(forgetting):
+        return average + "       "  # as wide as brackets, so that averages are aligned
+    return f"{average} ({_mean_and_std([forgetting], score):>4})"
 
 
-def _score(results: Sequence[Result]) -> str:
+def _score_name(results: Sequence[Result]) -> str:
     return printable(str(results[0].config.get("score", "accuracy")))
 
 
 def _unit(group: Group) -> str:
-    name = _score(next(iter(group.values())))
-    return "accuracy in %" if name == "accuracy" else name
+    score = _score_name(next(iter(group.values())))
+    return "accuracy in %" if score == "accuracy" else score
 
 
-def _spread(values: Sequence[float], name: str) -> str:
-    """Mean ± standard deviation; accuracies in per cent, other scores as they are."""
-    scale, form = (100, "{:.1f}") if name == "accuracy" else (1, "{:.4g}")
-    known = [scale * v for v in values if not np.isnan(v)]
-    if not known:
+def _mean_and_std(values: Sequence[float], score: str) -> str:
+    """Format mean ± standard deviation, accuracies in percent and other scores as plain numbers."""
+    scale, number_format = (100, "{:.1f}") if score == "accuracy" else (1, "{:.4g}")
+    scaled = [scale * value for value in values if not np.isnan(value)]
+    if not scaled:
         return "–"
-    return form.format(np.mean(known)) + (f" ± {form.format(np.std(known, ddof=1))}" if len(known) > 1 else "")
+    mean = number_format.format(np.mean(scaled))
+    if len(scaled) == 1:
+        return mean
+    return f"{mean} ± {number_format.format(np.std(scaled, ddof=1))}"
 
 
-def _number(values: Sequence[Any], form: str) -> str:
-    known = [v for v in values if v is not None]
-    return form.format(np.mean(known)) if known else "–"
+def _mean(values: Sequence[Any], number_format: str) -> str:
+    """Format the mean of the values that are not None."""
+    numbers = [value for value in values if value is not None]
+    return number_format.format(np.mean(numbers)) if numbers else "–"
 
 
-def _short(values: Sequence[Any]) -> str:
-    """Four digits, and large counts in full."""
-    large = any(v is not None and abs(v) >= 1000 for v in values)
-    return _number(values, "{:,.0f}" if large else "{:,.4g}")
+def _short_mean(values: Sequence[Any]) -> str:
+    """Format the mean with four digits, but large counts in full."""
+    is_large = any(value is not None and abs(value) >= 1000 for value in values)
+    return _mean(values, "{:,.0f}" if is_large else "{:,.4g}")

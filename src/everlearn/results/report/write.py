@@ -1,4 +1,4 @@
-"""Results as a file to look at, in one of several formats."""
+"""Write results as a report file, in one of several formats."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Format = Literal["html", "md", "csv", "png", "text"]
 
 
 def write(results: Sequence[Result], format: Format, path: Path, title: str) -> Path:
-    """Write the file, whole or not at all."""
+    """Write the report file atomically."""
     if format == "html":
         content = html(results, f"Everlearn: {title}").encode(errors="backslashreplace")
     elif format == "md":
