@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -97,27 +97,39 @@ def find_structure(model: nn.Module, x: Any) -> Structure:
     inner = unwrap(model)
     tied_layers = _find_tied_layers(inner)
     passes = _record_passes(inner, x)
-    args, kwargs = arguments(inner, x)
-    plain_outputs = _run(inner, {}, args, kwargs, training=False)
 
     # Layers in the order of their calls, and then those that are never called.
     layer_names = {name: None for tracker in passes for name in tracker.num_calls}
     layer_names |= {name: None for name, _ in inner.named_modules()}
 
-    found = []
+    recorded = []
     unlinked = []
     for name in layer_names:
-        if not is_plain_layer(inner.get_submodule(name)):
-            continue
-        link = _merge_passes(name, passes, tied_layers)
-        if isinstance(link, Link) and not keeps_units_separate(inner, link, *args, kwargs=kwargs):
-            link = f"a test showed that its units do not go to {link.consumer!r} alone, or are mixed on their way"
-        if isinstance(link, Link):
-            is_rigid = _has_fixed_width(inner, link, args, kwargs, plain_outputs)
-            found.append(replace(link, rigid=is_rigid))
-        else:
-            unlinked.append((name, link))
-    return Structure(found, unlinked)
+        if is_plain_layer(inner.get_submodule(name)):
+            link = _merge_passes(name, passes, tied_layers)
+            if isinstance(link, Link):
+                recorded.append(link)
+            else:
+                unlinked.append((name, link))
+
+    # One test of all links is enough if none of them fails.
+    args, kwargs = arguments(inner, x)
+    separate = recorded
+    if not _are_separate(inner, recorded, args, kwargs):
+        separate = [link for link in recorded if _are_separate(inner, [link], args, kwargs)]
+    for link in recorded:
+        if link not in separate:
+            reason = f"a test showed that its units do not go to {link.consumer!r} alone, or are mixed on their way"
+            unlinked.append((link.producer, reason))
+
+    plain_outputs = _run(inner, {}, args, kwargs, training=False)
+    if _can_widen(inner, separate, args, kwargs, plain_outputs):
+        return Structure(separate, unlinked)
+    measured = []
+    for link in separate:
+        is_rigid = not _can_widen(inner, [link], args, kwargs, plain_outputs)
+        measured.append(replace(link, rigid=is_rigid))
+    return Structure(measured, unlinked)
 
 
 def read_example(model: nn.Module, task: Task) -> Any:
@@ -243,32 +255,42 @@ def _find_tied_layers(inner: nn.Module) -> set[str]:
 
 
 @torch.no_grad()
-def _has_fixed_width(
-    inner: nn.Module, link: Link, args: tuple[Any, ...], kwargs: dict[str, Any], plain_outputs: list[Tensor]
+def _can_widen(
+    inner: nn.Module,
+    widened_links: list[Link],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    plain_outputs: list[Tensor],
 ) -> bool:
-    """Whether the model's code fixes the number of units: with one more unit, which nothing reads, it fails."""
-    state = {}
-    for name in (link.producer, *link.norms):
-        module = inner.get_submodule(name)
-        for leaf, v in [*module._parameters.items(), *module._buffers.items()]:
-            if v is not None and v.dim():
-                state[f"{name}.{leaf}".lstrip(".")] = torch.cat([v, v[:1]])
-    weight: Any = inner.get_submodule(link.consumer).weight
-    new_columns = weight.new_zeros(len(weight), link.repeat, *weight.shape[2:])
-    state[f"{link.consumer}.weight"] = torch.cat([weight, new_columns], 1)
+    """Whether the model gives the same outputs with one more unit per link, with outgoing weights of zero."""
+    state: Params = {}
+    for link in widened_links:
+        for name in (link.producer, *link.norms):
+            module = inner.get_submodule(name)
+            for leaf, v in [*module._parameters.items(), *module._buffers.items()]:
+                if v is not None and v.dim():
+                    key = f"{name}.{leaf}"
+                    rows = state.get(key, v)
+                    state[key] = torch.cat([rows, rows[:1]])
+        key = f"{link.consumer}.weight"
+        weight = state.get(key, inner.get_parameter(key))
+        new_columns = weight.new_zeros(len(weight), link.repeat, *weight.shape[2:])
+        state[key] = torch.cat([weight, new_columns], 1)
 
     try:
         outputs = _run(inner, state, args, kwargs, training=False)
     except (RuntimeError, ValueError, TypeError, IndexError):
-        return True
+        return False
     if [v.shape for v in outputs] != [v.shape for v in plain_outputs]:
-        return True
-    # Sums in another order may round differently.
-    return not all(
-        torch.allclose(a.double(), b.double(), rtol=1e-2, atol=1e-2 * float(b.double().abs().max()) + 1e-6)
-        for a, b in zip(outputs, plain_outputs, strict=True)
-        if a.is_floating_point() and a.numel()
-    )
+        return False
+
+    # Sums of another length round differently.
+    for wide, plain in zip(outputs, plain_outputs, strict=True):
+        if plain.is_floating_point() and plain.numel():
+            tolerance = 1e-2 * float(plain.double().abs().max()) + 1e-6
+            if not torch.allclose(wide.double(), plain.double(), rtol=0, atol=tolerance, equal_nan=True):
+                return False
+    return True
 
 
 def _links_from_groups(inner: nn.Module, groups: Mapping[str, str | list[str]], tied_layers: set[str]) -> list[Link]:
@@ -322,7 +344,6 @@ def _named_link(model: nn.Module, producer: str, target_names: list[str]) -> Lin
     return Link(producer, consumer, tuple(norms), width, consumer_inputs // width)
 
 
-@torch.no_grad()
 def keeps_units_separate(model: nn.Module, link: Link, *args: Any, kwargs: dict[str, Any] | None = None) -> bool:
     """Test on real inputs that the weights of gated-off units influence nothing.
 
@@ -330,53 +351,72 @@ def keeps_units_separate(model: nn.Module, link: Link, *args: Any, kwargs: dict[
     model's outputs stay equal, in training and in evaluation mode, the units are separate. Links named by the user, or
     found symbolically, were never seen in a forward pass.
     """
-    is_closed = torch.arange(link.width) % 2 == 0
+    return _are_separate(unwrap(model), [link], args, kwargs or {})
+
+
+@torch.no_grad()
+def _are_separate(inner: nn.Module, tested_links: list[Link], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Test several links at once, with half of the units of each gated off."""
     for training in (False, True):
-        clean = _gated_pass(model, link, args, kwargs or {}, is_closed, 0.0, training)
-        noisy = _gated_pass(model, link, args, kwargs or {}, is_closed, 1.0, training)
+        clean = _gated_pass(inner, tested_links, args, kwargs, 0.0, training)
+        noisy = _gated_pass(inner, tested_links, args, kwargs, 1.0, training)
         if len(clean) != len(noisy) or not all(torch.equal(a, b) for a, b in zip(clean, noisy, strict=True)):
             return False
     return True
 
 
 def _gated_pass(
-    model: nn.Module,
-    link: Link,
+    inner: nn.Module,
+    tested_links: list[Link],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    is_closed: Tensor,
     noise_scale: float,
     training: bool,
 ) -> list[Tensor]:
-    """Return the consumer's gated inputs and the model's outputs, with noise on the weights of closed units."""
-    inner = unwrap(model)
-    consumer = inner.get_submodule(link.consumer)
+    """Return the consumers' gated inputs and the model's outputs, with noise on the weights of closed units."""
     gated_inputs: list[Tensor] = []
 
-    def gate(module: nn.Module, args: Any) -> tuple[Any, ...]:
-        x = args[0]
-        gates = repeat_per_input(~is_closed, link).to(x.device, x.dtype)
-        if not isinstance(module, nn.Linear):
-            gates = gates.view(-1, *[1] * (x.dim() - 2))
-        gated_inputs.append(x * gates)
-        return gated_inputs[-1], *args[1:]
+    def make_gate(link: Link) -> Callable[..., tuple[Any, ...]]:
+        def gate(module: nn.Module, args: Any) -> tuple[Any, ...]:
+            x = args[0]
+            gates = repeat_per_input(~_closed_units(link), link).to(x.device, x.dtype)
+            if not isinstance(module, nn.Linear):
+                gates = gates.view(-1, *[1] * (x.dim() - 2))
+            gated_inputs.append(x * gates)
+            return gated_inputs[-1], *args[1:]
 
-    state = {}
-    for layer_name in (link.producer, *link.norms):
-        for leaf, p in inner.get_submodule(layer_name)._parameters.items():
-            if p is not None:
-                noise = is_closed.to(p.device, p.dtype).view(-1, *[1] * (p.dim() - 1)) * noise_scale
-                state[f"{layer_name}.{leaf}".lstrip(".")] = p + noise
-    weight: Any = consumer.weight
-    closed_columns = repeat_per_input(is_closed, link).to(weight.device, weight.dtype)
-    state[f"{link.consumer}.weight"] = weight + closed_columns.view(1, -1, *[1] * (weight.dim() - 2)) * noise_scale
+        return gate
 
-    handle = consumer.register_forward_pre_hook(gate)
+    handles = [inner.get_submodule(k.consumer).register_forward_pre_hook(make_gate(k)) for k in tested_links]
     try:
-        outputs = _run(inner, state, args, kwargs, training)
+        outputs = _run(inner, _noisy_weights(inner, tested_links, noise_scale), args, kwargs, training)
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
     return [*gated_inputs, *outputs]
+
+
+def _noisy_weights(inner: nn.Module, tested_links: list[Link], noise_scale: float) -> Params:
+    """Add noise to the incoming and outgoing weights of closed units."""
+    state: Params = {}
+    for link in tested_links:
+        is_closed = _closed_units(link)
+        for layer_name in (link.producer, *link.norms):
+            for leaf, p in inner.get_submodule(layer_name)._parameters.items():
+                if p is not None:
+                    key = f"{layer_name}.{leaf}"
+                    noise = is_closed.to(p.device, p.dtype).view(-1, *[1] * (p.dim() - 1)) * noise_scale
+                    state[key] = state.get(key, p) + noise
+
+        key = f"{link.consumer}.weight"
+        weight = state.get(key, inner.get_parameter(key))
+        closed_columns = repeat_per_input(is_closed, link).to(weight.device, weight.dtype)
+        state[key] = weight + closed_columns.view(1, -1, *[1] * (weight.dim() - 2)) * noise_scale
+    return state
+
+
+def _closed_units(link: Link) -> Tensor:
+    return torch.arange(link.width) % 2 == 0
 
 
 def _run(

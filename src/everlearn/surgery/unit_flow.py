@@ -26,7 +26,18 @@ TensorKey = tuple[int, int, tuple[int, ...], tuple[int, ...], torch.dtype]
 
 # Element-wise operations that torch does not tag as such.
 ELEMENT_WISE = {
-    *("_to_copy", "alias", "bernoulli", "copy", "detach", "dropout", "fill", "hardswish", "lift_fresh"),
+    *(
+        "_prelu_kernel",
+        "_to_copy",
+        "alias",
+        "bernoulli",
+        "copy",
+        "detach",
+        "dropout",
+        "fill",
+        "hardswish",
+        "lift_fresh",
+    ),
     *("log_sigmoid_forward", "native_dropout", "normal", "uniform", "zero"),
 }
 
@@ -220,6 +231,9 @@ class UnitTracker(TorchDispatchMode):
             return
 
         operation = _operation_name(func)
+        if operation in CREATES_OTHER:
+            self._update_constants([], [], results)
+            return
         try:
             propagated = self._propagate(operation, func, args, kwargs, results)
             # Other views of a tensor that is written to must hold the same units as before.
@@ -235,8 +249,6 @@ class UnitTracker(TorchDispatchMode):
 
     def _propagate(self, operation: str, func: Any, args: Any, kwargs: Any, results: Any) -> list[tuple[Tensor, Units]]:
         """Return the results of an operation that hold units; raise if it mixes units."""
-        if operation in CREATES_OTHER:
-            return []
         if operation in CREATES_ALIKE or operation in ELEMENT_WISE or torch.Tag.pointwise in func.tags:
             return self._combine(operation, _list_tensors((args, kwargs)), _list_tensors(results))
         if operation in REARRANGES:
