@@ -151,9 +151,9 @@ def test_a_norm_of_another_width_is_refused():
     net = nn.Sequential(
         nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.Conv2d(6, 2, 3)
     )
-    assert links(net, {"0": ["1", "2"]})[0].norms == ("1",)
+    assert links(net, groups={"0": ["1", "2"]})[0].norms == ("1",)
     with pytest.raises(ValueError, match="'3' is for 6 units, '0' has 4"):
-        links(net, {"0": ["3", "2"]})
+        links(net, groups={"0": ["3", "2"]})
 
 
 def test_widen_needs_a_link():

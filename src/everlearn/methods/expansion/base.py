@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from everlearn.core.batch import Batch
 from everlearn.core.parameters import Params, check_finite, grown, unwrap
-from everlearn.core.task import Task
+from everlearn.core.task import Task, as_task
 from everlearn.methods.expansion.added_units import AddedUnits, Block, View, as_parameters
 from everlearn.methods.expansion.loop_guard import LoopGuard, has_validation_data, validation_loss
 from everlearn.methods.expansion.merge_units import merge_units
@@ -20,10 +20,11 @@ from everlearn.methods.isolation.base import Isolation, copy_task_params, select
 from everlearn.runtime import distributed
 from everlearn.surgery.freezing import FrozenEntries, seen_by_compiler
 from everlearn.surgery.functional import call_with, filled_copy
+from everlearn.surgery.heads import output_layer
 from everlearn.surgery.hooks import remove_hooks, temporarily_unhooked, without_hooks
 from everlearn.surgery.proximal import group_norms, group_soft_threshold_
 from everlearn.surgery.resize import unit_columns
-from everlearn.surgery.tracing import Link
+from everlearn.surgery.tracing import Link, Structure, find_structure, links, read_example
 
 INITIAL_NORM = 3**-0.5  # root mean square of ‖v‖₂ for n weights drawn from U(-1/√n, 1/√n)
 
@@ -51,6 +52,8 @@ class Expansion(Isolation):
         self.current_block: Block = {}  # units of the current task; inactive ones are zero
         self.active_units: dict[str, int] = {}  # how many units of the current block take part, by layer
         self.current_head: Params = {}  # weight of the current output layer for added units
+        self.link_fields: list[dict[str, Any]] = []  # links of the first task, which later tasks use, too
+        self.unlinked: list[tuple[str, str]] = []  # layers that get no units, each with the reason
         self.seed = 0
         self.steps = 0  # of the current task
         self.loss_sum = 0.0  # of training losses since the last comparison with the threshold
@@ -154,10 +157,48 @@ class Expansion(Isolation):
 
     # Attaching the units to a model.
 
+    def _find_links(self, model: nn.Module, task: Any) -> None:
+        """Find the layers that can be widened, by running the model on examples of the first task."""
+        if self.link_fields:
+            return
+        inner = unwrap(model)
+        with without_hooks(inner):
+            structure = self._find_structure(inner, as_task(task))
+
+        head = output_layer(inner, self.output)[0]
+        widened_links = [link for link in structure.links if link.producer != head and not link.rigid]
+        self.unlinked = [(name, reason) for name, reason in structure.unlinked if name != head]
+        for link in structure.links:
+            if link.rigid:
+                self.unlinked.append((link.producer, "the model's code fixes the number of its units"))
+
+        if not widened_links:
+            reasons = "".join(f" {name!r}: {reason}." for name, reason in self.unlinked[:3])
+            raise ValueError(
+                f"There is no layer to widen in {type(inner).__name__}: growing needs two linear or convolution "
+                "layers with nothing between them that mixes units or fixes their number (for x.view(-1, 64) write "
+                'x.flatten(1)). Name them, groups={"conv1": "conv2"}, and with BatchNorms between them '
+                f'{{"conv1": ["norm1", "conv2"]}}.{reasons}'
+            )
+        self.link_fields = [asdict(link) for link in widened_links]
+
+    def _find_structure(self, inner: nn.Module, task: Task) -> Structure:
+        """Find the structure on examples; without any, or if the model accepts no small batch, trace symbolically."""
+        x = None
+        if self.groups is None:
+            x = read_example(inner, task)
+        if x is not None:
+            try:
+                return find_structure(inner, x)
+            except (RuntimeError, TypeError, IndexError):
+                pass
+        return Structure(links(inner, groups=self.groups), [])
+
     def _attach_units(self, model: nn.Module) -> AddedUnits:
         """Register the hooks on a model in place of other methods' hooks, and compute all current units."""
         if self._added_units is None or not self._added_units.is_attached_to(unwrap(model)):
-            self._added_units = AddedUnits(model, self.groups, self.output, self.old_units_read_added)
+            widened_links = [Link(**fields) for fields in self.link_fields]
+            self._added_units = AddedUnits(model, widened_links, self.output, self.old_units_read_added)
             seen_by_compiler(model)
         self._added_units.view = self._added_units.move_view(self._task_view())
         return self._added_units

@@ -82,6 +82,7 @@ class ExpandNet(Expansion):
         """Lock the learned weights, and create inactive units for the task."""
         self.check_between_tasks(model, task)
         self._added_units = None  # layers may have been replaced since
+        self._find_links(model, task)
         added_units = self._attach_units(model)
         if self.sparsity:
             check_precision("ExpandNet", map(added_units.layer_weight, added_units.links_by_producer), "sparsity=0")

@@ -44,8 +44,8 @@ class GatedUnits(Isolation):
         self.masks: list[Params] = []  # gates of the tasks that have ended
         self.batch = 0  # b, counted from 0
         self.batches: int | None = None  # B
-        self.gated: list[dict[str, Any]] = []  # fields of the links of the first task, which later tasks use, too
-        self.ungated: list[tuple[str, str]] = []  # other linear and convolution layers, each with the reason
+        self.link_fields: list[dict[str, Any]] = []  # links of the first task, which later tasks use, too
+        self.unlinked: list[tuple[str, str]] = []  # layers whose units have no gates, each with the reason
         self._links: list[Link] = []
         self._links_untested = False
         self._gates_moved: bool = False  # whether an optimizer step has moved the gates in this task
@@ -86,7 +86,7 @@ class GatedUnits(Isolation):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the state of a method of the same class; the next ``begin_task`` or ``predict`` registers the gates."""
         super().load_state_dict(state)
-        self._links = [Link(**fields) for fields in self.gated]
+        self._links = [Link(**fields) for fields in self.link_fields]
         self._links_untested = False
 
     def detach(self, model: nn.Module) -> None:
@@ -176,7 +176,7 @@ class GatedUnits(Isolation):
         """Find links by running the model on examples, or test the user's links on them."""
         if self.groups is None:
             structure = find_structure(inner, x)
-            self.ungated = structure.unlinked
+            self.unlinked = structure.unlinked
             return structure.links
         named_links = links(inner, groups=self.groups)
         args, kwargs = arguments(inner, x)
@@ -186,13 +186,13 @@ class GatedUnits(Isolation):
     def _use_links(self, inner: nn.Module, valid_links: list[Link]) -> None:
         """Gate these links; raise if there are none."""
         if not valid_links:
-            reasons = "".join(f" {name!r}: {reason}." for name, reason in self.ungated[:3])
+            reasons = "".join(f" {name!r}: {reason}." for name, reason in self.unlinked[:3])
             raise ValueError(
                 f"HAT finds no units to gate in {type(inner).__name__}: it needs two linear or convolution layers with "
                 f'nothing between them that mixes units; name them, groups={{"conv1": "conv2"}}.{reasons}'
             )
         self._links = valid_links
-        self.gated = [asdict(link) for link in valid_links]
+        self.link_fields = [asdict(link) for link in valid_links]
 
     def test_links(self, inner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Test the links on the inputs of a forward pass, and remove the gates of units that are mixed."""
