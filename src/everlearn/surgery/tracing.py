@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.data import DataLoader
 
 from everlearn.core.data_source import Batches, row_count
 from everlearn.core.forward import arguments
 from everlearn.core.parameters import Params, unwrap
-from everlearn.core.task import Split, Task
+from everlearn.core.task import Split, as_task
 from everlearn.runtime.randomness import seeded
+from everlearn.surgery.hooks import without_hooks
 from everlearn.surgery.link import NORMS, Link, is_plain_layer, num_inputs, num_units, repeat_per_input
-from everlearn.surgery.symbolic import find_symbolic_links
 from everlearn.surgery.unit_flow import UnitTracker
 
 __all__ = [
@@ -37,6 +37,9 @@ __all__ = [
 
 # Examples from which the structure is read. They are also run one by one: the model's code may depend on the data.
 NUM_EXAMPLES = 8
+
+# What a model may raise for a batch of a size, or with a number of units, that its code does not expect.
+MODEL_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError)
 
 
 @dataclass(frozen=True)
@@ -57,8 +60,7 @@ def links(model: nn.Module, x: Any = None, *, groups: Mapping[str, str | list[st
 
     Args:
         model: any module.
-        x: a batch of a few inputs, as ``everlearn.core.forward.forward`` takes it. Without it the model is traced
-            symbolically by ``torch.fx``, which stops at Python branches, ``len(x)`` and the like.
+        x: a batch of a few inputs, as ``everlearn.core.forward.forward`` takes it; not needed with ``groups``.
         groups: links named by the user: a producer and its consumer, ``{"conv1": "conv2"}``, or with the BatchNorms
             between them, ``{"conv1": ["norm1", "conv2"]}``.
 
@@ -66,14 +68,15 @@ def links(model: nn.Module, x: Any = None, *, groups: Mapping[str, str | list[st
     >>> links(net, torch.zeros(2, 1, 5, 5))
     [Link(producer='0', consumer='3', norms=(), width=4, repeat=9, rigid=False)]
     """
-    if groups is None and x is not None:
-        return find_structure(model, x).links
-
-    inner = unwrap(model)
-    tied_layers = _find_tied_layers(inner)
     if groups is not None:
-        return _links_from_groups(inner, groups, tied_layers)
-    return [link for link in find_symbolic_links(inner) if not {link.producer, link.consumer} & tied_layers]
+        inner = unwrap(model)
+        return _links_from_groups(inner, groups, _find_tied_layers(inner))
+    if x is None:
+        raise ValueError(
+            "Links are found by running the model: give a batch of inputs, links(model, x), or name them, "
+            'groups={"conv1": "conv2"}, and with BatchNorms between {"conv1": ["norm1", "conv2"]}.'
+        )
+    return find_structure(model, x).links
 
 
 def find_structure(model: nn.Module, x: Any) -> Structure:
@@ -95,6 +98,12 @@ def find_structure(model: nn.Module, x: Any) -> Structure:
     ('2', "native_layer_norm mixes its units (in '3', LayerNorm)")
     """
     inner = unwrap(model)
+    with without_hooks(inner):
+        return _find_structure(inner, x)
+
+
+def _find_structure(inner: nn.Module, x: Any) -> Structure:
+    """Find the structure of a model without hooks of methods."""
     tied_layers = _find_tied_layers(inner)
     passes = _record_passes(inner, x)
 
@@ -132,25 +141,43 @@ def find_structure(model: nn.Module, x: Any) -> Structure:
     return Structure(measured, unlinked)
 
 
-def read_example(model: nn.Module, task: Task) -> Any:
-    """Read inputs of a few examples of a task, on the model's device; None if its data can be read only once.
+def read_example(model: nn.Module, task: Any) -> Any:
+    """Read inputs of a few examples of a task, on the model's device; None if there are none to read.
 
-    A DataLoader's own random generators are put back, so that it yields the same batches as without this.
+    The training loop misses nothing: a DataLoader's random generators are put back, and the first batch of an iterator
+    is put back into the task. The iterator of somebody who has no Task is not read.
     """
+    data = as_task(task)
     splits: tuple[Split, ...] = ("train", "valid", "test")
     for split in splits:
-        source = getattr(task, split)
-        is_reusable = not isinstance(source, Batches) or isinstance(source.iterable, (DataLoader, Sequence))
-        if source is None or not is_reusable:
+        source = getattr(data, split)
+        if isinstance(source, Batches) and isinstance(source.iterable, Iterator):
+            if data is not task:
+                continue
+            source = _peek(source)
+        if source is None:
             continue
 
         generators = _find_generators(source)
         states = [generator.get_state() for generator in generators]
-        batch = next(task.examples(NUM_EXAMPLES, split, max_examples=NUM_EXAMPLES))
+        readable = replace(data, **{split: source})
+        batch = next(readable.examples(NUM_EXAMPLES, split, max_examples=NUM_EXAMPLES), None)
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
-        return batch.to(next(unwrap(model).parameters()).device).x
+        if batch is not None:
+            return batch.to(next(unwrap(model).parameters()).device).x
     return None
+
+
+def _peek(source: Batches) -> Batches | None:
+    """Return the first batch of an iterator, which is put back; None if there is no batch left."""
+    iterator: Any = source.iterable
+    with seeded(0):
+        first_batch = next(iterator, None)
+    if first_batch is None:
+        return None
+    source.iterable = chain([first_batch], iterator)
+    return Batches([first_batch], source.rename)
 
 
 def _find_generators(source: Any) -> list[torch.Generator]:
@@ -163,14 +190,20 @@ def _find_generators(source: Any) -> list[torch.Generator]:
 
 def _record_passes(inner: nn.Module, x: Any) -> list[UnitTracker]:
     """Follow units through passes of the batch in both modes, and of its examples one by one."""
-    passes = [_record_pass(inner, x, training=False), _record_pass(inner, x, training=True)]
-
     num_examples = row_count(x)
+    try:
+        passes = [_record_pass(inner, x, training=False), _record_pass(inner, x, training=True)]
+    except MODEL_ERRORS as error:
+        raise ValueError(
+            f"{type(inner).__name__} cannot be run on {num_examples} examples to find its units ({str(error)[:200]}): "
+            'name the layers, groups={"conv1": "conv2"}, and with BatchNorms between {"conv1": ["norm1", "conv2"]}.'
+        ) from error
+
     for i in range(min(num_examples, NUM_EXAMPLES)):
         example = tree_map(lambda v, i=i: _select_row(v, i, num_examples), x)
         try:
             passes.append(_record_pass(inner, example, training=False))
-        except (RuntimeError, ValueError, TypeError, IndexError):
+        except MODEL_ERRORS:
             # A model that takes whole batches only has no other passes.
             break
     return passes
@@ -279,7 +312,7 @@ def _can_widen(
 
     try:
         outputs = _run(inner, state, args, kwargs, training=False)
-    except (RuntimeError, ValueError, TypeError, IndexError):
+    except MODEL_ERRORS:
         return False
     if [v.shape for v in outputs] != [v.shape for v in plain_outputs]:
         return False
@@ -348,8 +381,8 @@ def keeps_units_separate(model: nn.Module, link: Link, *args: Any, kwargs: dict[
     """Test on real inputs that the weights of gated-off units influence nothing.
 
     Half of the gates are closed, then noise is added to the weights of those units. If the consumer's input and the
-    model's outputs stay equal, in training and in evaluation mode, the units are separate. Links named by the user, or
-    found symbolically, were never seen in a forward pass.
+    model's outputs stay equal, in training and in evaluation mode, the units are separate. Links named by the user were
+    never seen in a forward pass.
     """
     return _are_separate(unwrap(model), [link], args, kwargs or {})
 

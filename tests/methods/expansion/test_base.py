@@ -158,10 +158,10 @@ def test_a_norm_of_another_width_is_refused():
 
 def test_widen_needs_a_link():
     net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
-    with pytest.raises(TypeError, match=r"takes a link, as everlearn\.surgery\.tracing\.links\(model\) finds it"):
+    with pytest.raises(TypeError, match=r"takes a link, as everlearn\.surgery\.tracing\.links\(model, x\) finds it"):
         widen(net, "0", 5)
     with pytest.raises(TypeError, match=r"got .* and 2\.5"):
-        widen(net, links(net)[0], 2.5)
+        widen(net, links(net, torch.zeros(2, 4))[0], 2.5)
 
 
 MAKERS = {
@@ -357,7 +357,7 @@ def test_a_frozen_convolution_of_a_residual_network(make, small_stream):
     stream = small_stream()
     model = nets.resnet(stream.inputs, stream.outputs, width=4, blocks=(1, 1))
     method = make()
-    model.get_submodule(links(model)[0].consumer).requires_grad_(False)
+    model.get_submodule(links(model, X)[0].consumer).requires_grad_(False)
     learn(model, method, stream.tasks[:2], epochs=1)
     torch.testing.assert_close(method.export(model, 1)(X), method.predict(model, X, 1), rtol=1e-4, atol=1e-5)
 

@@ -135,18 +135,20 @@ def test_nothing_to_gate_is_refused_with_reasons():
         HAT().begin_task(Gated(), task)
 
 
-def test_data_that_can_be_read_once_need_another_source_of_examples():
+def test_iterators_are_read_inside_a_task_only():
     images, labels = images_of_brightness(0.0)
     batches = list(zip(images.split(8), labels.split(8), strict=True))
     task = Task(iter(batches), id=0, steps=3)
-    with pytest.raises(ValueError, match=r"cannot be traced without examples .*data can be read twice"):
-        HAT().begin_task(VisionTransformer(2), task)
-
-    task = Task(iter(batches), valid=(images, labels), id=0, steps=3)
     method = HAT()
     method.begin_task(VisionTransformer(2), task)
     assert gated_layers(method) == ["blocks.0.fc1", "blocks.1.fc1"]
     assert sum(len(batch) for batch in task.batches(8)) == len(images)
+
+    for data in (iter(batches), Task(id=0, steps=3)):
+        with pytest.raises(
+            ValueError, match=r"running the model on examples, and this task has none: give it training"
+        ):
+            HAT().begin_task(VisionTransformer(2), data)
 
 
 @pytest.mark.parametrize("generator", [None, "own"])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from everlearn.core.batch import Batch
 from everlearn.core.parameters import Params, check_finite, grown, unwrap
-from everlearn.core.task import Task, as_task
+from everlearn.core.task import Task
 from everlearn.methods.expansion.added_units import AddedUnits, Block, View, as_parameters
 from everlearn.methods.expansion.loop_guard import LoopGuard, has_validation_data, validation_loss
 from everlearn.methods.expansion.merge_units import merge_units
@@ -36,7 +36,7 @@ class Expansion(Isolation):
     The model's tensors keep their shapes, so that its checkpoints fit. Added units are state of the method.
 
     Args:
-        groups: which layer's units lead into which layer, instead of tracing; see ``everlearn.surgery.tracing.links``.
+        groups: which layer's units lead into which layer, instead of those found; see ``everlearn.surgery.tracing.links``.
         output: name of the output layer, of which each task has its own; by default the last ``nn.Linear``.
     """
 
@@ -162,8 +162,7 @@ class Expansion(Isolation):
         if self.link_fields:
             return
         inner = unwrap(model)
-        with without_hooks(inner):
-            structure = self._find_structure(inner, as_task(task))
+        structure = self._find_structure(inner, task)
 
         head = output_layer(inner, self.output)[0]
         widened_links = [link for link in structure.links if link.producer != head and not link.rigid]
@@ -182,17 +181,18 @@ class Expansion(Isolation):
             )
         self.link_fields = [asdict(link) for link in widened_links]
 
-    def _find_structure(self, inner: nn.Module, task: Task) -> Structure:
-        """Find the structure on examples; without any, or if the model accepts no small batch, trace symbolically."""
-        x = None
-        if self.groups is None:
-            x = read_example(inner, task)
-        if x is not None:
-            try:
-                return find_structure(inner, x)
-            except (RuntimeError, TypeError, IndexError):
-                pass
-        return Structure(links(inner, groups=self.groups), [])
+    def _find_structure(self, inner: nn.Module, task: Any) -> Structure:
+        """Find the structure by running the model on examples, unless the user named the links."""
+        if self.groups is not None:
+            return Structure(links(inner, groups=self.groups), [])
+        x = read_example(inner, task)
+        if x is None:
+            raise ValueError(
+                f"{type(self).__name__} finds the layers to widen by running the model on examples, and this task has "
+                "none: give it training or validation data (an iterator only inside a Task), or name the layers, "
+                'groups={"conv1": "conv2"}.'
+            )
+        return find_structure(inner, x)
 
     def _attach_units(self, model: nn.Module) -> AddedUnits:
         """Register the hooks on a model in place of other methods' hooks, and compute all current units."""

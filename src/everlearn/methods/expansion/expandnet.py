@@ -34,7 +34,7 @@ class ExpandNet(Expansion):
         f(x, k):     the units that existed at the end of task k
         L = L_task, minimized over the task's output layer and the new units
 
-    The outputs of an earlier task never change, bit for bit. Tracing finds the layers that can grow: linear or
+    The outputs of an earlier task never change, bit for bit. Forward passes show which layers can grow: linear or
     convolution layers with nothing between them and the next one that mixes units. New units that lead into another
     layer (a residual stream) contribute there in their own and later tasks. A custom loop calls ``loss``,
     ``before_step`` and ``after_step``; set ``task.steps``, or call ``look_now(model)``.

@@ -32,8 +32,8 @@ class GatedUnits(Isolation):
     """Isolation by gates on units.
 
     A link, from a layer that produces units to the only layer that reads them, gets a gate before its consumer. Links
-    are found by running the model on examples of the first task. If its data can be read only once, they are found by
-    symbolic tracing and tested on the first batch in training.
+    are found by running the model on examples of the first task. Links named by the user are tested on the same
+    examples, or on the first batch in training.
     """
 
     groups: dict[str, Any] | None  # a field of the method: links named by the user
@@ -134,12 +134,12 @@ class GatedUnits(Isolation):
 
     # Links and gates.
 
-    def _attach_gates(self, model: nn.Module, data: Task | None = None) -> None:
+    def _attach_gates(self, model: nn.Module, task: Any = None) -> None:
         """Register each gate before the layer that reads its units."""
         inner = unwrap(model)
         if not self._links:
             remove_entry_hooks(inner, Gate)
-            self._use_links(inner, self._find_links(inner, data))
+            self._use_links(inner, self._find_links(inner, task))
 
         has_test = any(isinstance(hook, LinkTest) for hook in inner._forward_pre_hooks.values())
         if self._links_untested and not has_test:
@@ -158,30 +158,28 @@ class GatedUnits(Isolation):
     def _has_gate(self, layer: nn.Module) -> bool:
         return any(isinstance(hook, Gate) and hook.method is self for hook in layer._forward_pre_hooks.values())
 
-    def _find_links(self, inner: nn.Module, data: Task | None) -> list[Link]:
-        """Find links that are tested on examples; if there are none yet, the first batch in training will test them."""
-        x = None
-        if data is not None:
-            x = read_example(inner, data)
-        if x is not None:
-            try:
-                return self._find_tested_links(inner, x)
-            except (RuntimeError, TypeError, IndexError):
-                # A model that does not accept so few examples is tested on the first batch.
-                pass
-        self._links_untested = True
-        return links(inner, groups=self.groups)
-
-    def _find_tested_links(self, inner: nn.Module, x: Any) -> list[Link]:
-        """Find links by running the model on examples, or test the user's links on them."""
+    def _find_links(self, inner: nn.Module, task: Any) -> list[Link]:
+        """Find links by running the model on examples, or test those that the user named."""
+        x = read_example(inner, task)
         if self.groups is None:
+            if x is None:
+                raise ValueError(
+                    "HAT finds the units to gate by running the model on examples, and this task has none: give it "
+                    "training or validation data (an iterator only inside a Task), or name the layers, "
+                    'groups={"conv1": "conv2"}.'
+                )
             structure = find_structure(inner, x)
             self.unlinked = structure.unlinked
             return structure.links
+
         named_links = links(inner, groups=self.groups)
-        args, kwargs = arguments(inner, x)
-        are_separate = [keeps_units_separate(inner, link, *args, kwargs=kwargs) for link in named_links]
-        return self._select_valid(named_links, are_separate)
+        outcome: list[bool] | Exception = ValueError("no examples")
+        if x is not None:
+            outcome = _test_links(inner, named_links, *arguments(inner, x))
+        if isinstance(outcome, Exception):
+            self._links_untested = True
+            return named_links
+        return self._select_valid(named_links, outcome)
 
     def _use_links(self, inner: nn.Module, valid_links: list[Link]) -> None:
         """Gate these links; raise if there are none."""
