@@ -1,10 +1,10 @@
-"""Frozen against updated BatchNorm statistics, on a small convolutional network and real images.
+"""Compare frozen and updated BatchNorm statistics, with a small convolutional network on real images.
 
     python benchmarks/batchnorm.py --data DATA [--seeds 2]
 
-DATA holds the published files of CIFAR-100 and MNIST. Every line is written to ``batchnorm.jsonl`` as soon as it is
-there, and what stands there is not run again. The table shows the average accuracy at the end, in %, with statistics
-that follow the data of each task and with statistics frozen after the first one (``+ Freeze("statistics")``).
+DATA contains the published files of CIFAR-100 and MNIST. Each result is appended to ``batchnorm.jsonl``, and finished
+runs are not repeated. The table shows the final average accuracy in %, with statistics that are updated in each task
+and with statistics frozen after the first one (``+ Freeze("statistics")``).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import json
 from collections import defaultdict
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -32,14 +33,14 @@ METHODS: dict[str, Callable[[], Method]] = {
 
 
 def subset(pair, classes, per_class):
-    """The first so many examples of each of these classes."""
+    """Select the first examples of each class."""
     x, y = (torch.as_tensor(v) for v in pair)
     index = torch.cat([(y == c).nonzero().flatten()[:per_class] for c in classes])
     return x[index], y[index]
 
 
 def cifar(root, scenario, seed):
-    """Five tasks of ten classes."""
+    """Make five tasks of ten classes."""
     train, test = load("cifar100", root)
     classes = range(50)
     return streams.split(
@@ -48,7 +49,7 @@ def cifar(root, scenario, seed):
 
 
 def cifar_from_40(root, scenario, seed):
-    """Forty classes, then three tasks of ten: a large first task, as a pretrained model has had."""
+    """Make a first task of forty classes, as for a pretrained model, and three tasks of ten."""
     train, test = load("cifar100", root)
     groups = [range(40), range(40, 50), range(50, 60), range(60, 70)]
     tasks = [(subset(train, group, 100), subset(test, group, 50)) for group in groups]
@@ -56,7 +57,7 @@ def cifar_from_40(root, scenario, seed):
 
 
 def split_mnist(root, scenario, seed):
-    """Five tasks of two digits."""
+    """Make five tasks of two digits."""
     train, test = load("mnist", root)
     digits = range(10)
     return streams.split(
@@ -65,7 +66,7 @@ def split_mnist(root, scenario, seed):
 
 
 def rotated_mnist(root, scenario, seed):
-    """Ten digits, turned further with every task."""
+    """Make five tasks of ten digits, rotated further in every task."""
     train, test = load("mnist", root)
     digits = range(10)
     return streams.rotated(subset(train, digits, 200), subset(test, digits, 100), tasks=5, scenario=scenario, seed=seed)
@@ -81,41 +82,50 @@ STREAMS = {
 }
 
 
-def net(inputs, outputs):
-    """Three blocks of convolution, BatchNorm, ReLU and pooling."""
+def make_model(inputs, outputs):
+    """Make three blocks of convolution, BatchNorm, ReLU and pooling."""
     return nets.cnn(inputs, outputs, channels=(16, 32, 64))
 
 
 def main():
-    """Run what has not been run, and print the table."""
+    """Run everything that is not in the file yet, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", required=True)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--out", default="batchnorm.jsonl", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rows = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
-    done = {(row["stream"], row["method"], row["frozen"], row["seed"]) for row in rows}
-    for seed in range(options.seeds):
-        for name, (make, scenario) in STREAMS.items():
-            for label, method in METHODS.items():
-                for frozen in (False, True):
-                    if (name, label, frozen, seed) in done:
-                        continue
-                    chosen = method() + Freeze("statistics") if frozen else method()
-                    result = everlearn.run(
-                        net, chosen, make(options.data, scenario, seed), epochs=4, batch_size=32, seed=seed
-                    )
-                    row = {"stream": name, "method": label, "frozen": frozen, "seed": seed}
-                    row |= {"accuracy": float(result.average_accuracy), "forgetting": float(result.forgetting)}
-                    rows.append(row)
-                    with options.out.open("a") as file:
-                        file.write(json.dumps(row) + "\n")
+
+    rows = []
+    if options.out.exists():
+        rows = [json.loads(line) for line in options.out.read_text().splitlines()]
+    finished = {(row["stream"], row["method"], row["frozen"], row["seed"]) for row in rows}
+    for seed, name, label, frozen in product(range(options.seeds), STREAMS, METHODS, (False, True)):
+        if (name, label, frozen, seed) in finished:
+            continue
+        make_stream, scenario = STREAMS[name]
+        stream = make_stream(options.data, scenario, seed)
+        method = METHODS[label]()
+        if frozen:
+            method = method + Freeze("statistics")
+
+        result = everlearn.run(make_model, method, stream, epochs=4, batch_size=32, seed=seed)
+        row = {
+            "stream": name,
+            "method": label,
+            "frozen": frozen,
+            "seed": seed,
+            "accuracy": float(result.average_accuracy),
+            "forgetting": float(result.forgetting),
+        }
+        rows.append(row)
+        with options.out.open("a") as file:
+            file.write(json.dumps(row) + "\n")
     print_table(rows)
 
 
 def print_table(rows):
-    """Accuracy updated → frozen, a line per stream and a column per method."""
+    """Print accuracies as updated → frozen, with a row per stream and a column per method."""
     cells = defaultdict(list)
     for row in rows:
         cells[row["stream"], row["method"], row["frozen"]].append(100 * row["accuracy"])

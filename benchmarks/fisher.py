@@ -1,19 +1,19 @@
-"""Time and memory of the Fisher information and of MAS, as multiples of one forward and backward pass of the same data.
+"""Measure time and memory of the Fisher information and of MAS, relative to one forward and backward pass.
 
     python benchmarks/fisher.py [mlp cnn resnet transformer] [--rounds 5]
 
-Contenders: Everlearn; the loop over single examples; ``torch.func.vmap(grad)``; and, where they are installed, BackPACK
-and nngeometry. Both ask for torchvision, whose wheel does not import beside a CPU build of torch, so they get an
-environment of their own:
+Candidates are Everlearn, a loop over single examples, ``torch.func.vmap(grad)`` and, if installed, BackPACK and
+nngeometry. These two require torchvision, whose wheel does not import with a CPU build of torch. Install them in a
+separate environment:
 
     python -m venv bench && bench/bin/pip install -c constraints.txt . packaging einops
     bench/bin/pip install --no-deps backpack-for-pytorch unfoldNd nngeometry
 
-All run in turns in one process on one thread; ratios are of the smallest times. How many examples go through the
-model at once is Everlearn's own choice, 32 for vmap (a larger block would not fit the memory of plain training), and
-as printed for plain training and the other peers. The loop sees fewer examples and is scaled up. Where a peer gives
-the same quantity, its values are compared with ours. Peak memory is beyond what the process held before the call, in
-MB; each contender is measured on a heap given back to the system first.
+All candidates alternate in one process on one thread; ratios are those of minimum times. The number of examples per
+pass is chosen by Everlearn, 32 for vmap (a larger block would not fit the memory of plain training), and as printed
+for plain training and the other libraries. The loop gets fewer examples and is scaled up. If another library computes
+the same quantity, its values are compared with ours. Peak memory is relative to that before the call, in MB; unused
+memory is returned to the system before each measurement.
 """
 
 import argparse
@@ -33,7 +33,8 @@ from everlearn.curvature import fisher, sensitivity
 from everlearn.trainer.cost import peak_memory, reset_peak_memory
 
 CPU = torch.device("cpu")
-MODELS = {  # model, shape of an input, examples, examples per pass
+# Model, shape of an input, number of examples, examples per pass.
+MODELS = {
     "mlp": (lambda: nets.mlp(784, 10), (784,), 8192, 256),
     "cnn": (lambda: nets.cnn((1, 28, 28), 10, norm=False), (1, 28, 28), 1024, 128),
     "resnet": (lambda: nets.resnet((3, 32, 32), 10), (3, 32, 32), 512, 64),
@@ -42,14 +43,14 @@ MODELS = {  # model, shape of an input, examples, examples per pass
 
 
 def plain(model, x, y, size):
-    """The limit: one forward and backward pass."""
+    """Run one forward and backward pass, the lower limit."""
     for a, b in zip(x.split(size), y.split(size), strict=True):
         model.zero_grad()
         F.cross_entropy(model(a), b).backward()
 
 
 def loop(model, x, y, size):
-    """The empirical diagonal, an example at a time."""
+    """Compute the empirical diagonal, one example at a time."""
     total = {n: torch.zeros_like(p) for n, p in model.named_parameters()}
     for i in range(len(x)):
         model.zero_grad()
@@ -59,32 +60,33 @@ def loop(model, x, y, size):
     return {n: v / len(x) for n, v in total.items()}
 
 
-def by_vmap(model, x, y, size):
-    """The empirical diagonal by vmap(grad)."""
+def vmap_gradients(model, x, y, size):
+    """Compute the empirical diagonal with vmap(grad)."""
     parameters = {n: p.detach() for n, p in model.named_parameters()}
     total = {n: torch.zeros_like(p) for n, p in parameters.items()}
 
     def loss(p, a, b):
         return F.cross_entropy(functional_call(model, p, (a[None],)), b[None])
 
-    for a, b in zip(x.split(32), y.split(32), strict=True):  # a larger block would not fit the memory of plain training
+    # A larger block would not fit the memory of plain training.
+    for a, b in zip(x.split(32), y.split(32), strict=True):
         for n, g in vmap(grad(loss), (None, 0, 0))(parameters, a, b).items():
             total[n] += g.square().sum(0)
     return {n: v / len(x) for n, v in total.items()}
 
 
-def ours(model, x, y, size, labels, structure="diagonal"):
-    """Everlearn's Fisher information."""
+def everlearn_fisher(model, x, y, size, labels, structure="diagonal"):
+    """Compute the Fisher information with Everlearn."""
     return fisher(model, (x, y), labels, structure).diagonal()
 
 
-def ours_mas(model, x, y, size):
-    """Everlearn's sensitivity."""
+def everlearn_mas(model, x, y, size):
+    """Compute the sensitivity with Everlearn."""
     return sensitivity(model, x).values
 
 
-def backpack_contenders():
-    """BackPACK's empirical, sampled and exact diagonals and per-example gradients for MAS."""
+def backpack_candidates():
+    """Return the empirical, sampled and exact diagonals of BackPACK, and its per-example gradients for MAS."""
     try:
         from backpack import backpack, extend
         from backpack.extensions import BatchGrad, DiagGGNExact, DiagGGNMC, SumGradSquared
@@ -92,7 +94,7 @@ def backpack_contenders():
         return {}
 
     def run(model, x, y, size, extension, field, scale, outputs=False):
-        model = extend(copy.deepcopy(model))  # its hooks would slow down everybody else
+        model = extend(copy.deepcopy(model))  # a copy, because its hooks would slow down the other candidates
         criterion = extend(torch.nn.CrossEntropyLoss())
         total = {n: torch.zeros_like(p) for n, p in model.named_parameters()}
         for a, b in zip(x.split(size), y.split(size), strict=True):
@@ -116,8 +118,8 @@ def backpack_contenders():
     }
 
 
-def nngeometry_contenders():
-    """Nngeometry's exact and sampled diagonals and Kronecker factors."""
+def nngeometry_candidates():
+    """Return the exact and sampled diagonals and Kronecker factors of nngeometry."""
     try:
         from nngeometry.metrics import FIM, FIM_MonteCarlo
         from nngeometry.object import PMatDiag, PMatKFAC
@@ -126,7 +128,7 @@ def nngeometry_contenders():
 
     def run(model, x, y, size, make, representation, **settings):
         loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=size)
-        model = copy.deepcopy(model)  # hooks stay on it when it fails
+        model = copy.deepcopy(model)  # a copy, because hooks remain on it after an error
         form = make(model, loader, representation, device="cpu", **settings)
         return unpack(model, form.get_diag() if representation is PMatDiag else None)
 
@@ -145,73 +147,93 @@ def nngeometry_contenders():
     }
 
 
-CONTENDERS = {
+CANDIDATES = {
     ("plain", "limit"): plain,
     ("loop", "empirical"): loop,
-    ("vmap", "empirical"): by_vmap,
-    ("Everlearn", "empirical"): partial(ours, labels="true"),
-    ("Everlearn", "sampled"): partial(ours, labels="sample"),
-    ("Everlearn", "signs"): partial(ours, labels="signs"),
-    ("Everlearn", "exact"): partial(ours, labels="exact"),
-    ("Everlearn", "MAS"): ours_mas,
-    ("Everlearn", "Kronecker"): partial(ours, labels="sample", structure="kronecker"),
+    ("vmap", "empirical"): vmap_gradients,
+    ("Everlearn", "empirical"): partial(everlearn_fisher, labels="true"),
+    ("Everlearn", "sampled"): partial(everlearn_fisher, labels="sample"),
+    ("Everlearn", "signs"): partial(everlearn_fisher, labels="signs"),
+    ("Everlearn", "exact"): partial(everlearn_fisher, labels="exact"),
+    ("Everlearn", "MAS"): everlearn_mas,
+    ("Everlearn", "Kronecker"): partial(everlearn_fisher, labels="sample", structure="kronecker"),
 }
 
 
 def measure(name, rounds):
     """Print a table for one model."""
-    make, shape, examples, size = MODELS[name]
+    make_model, shape, num_examples, size = MODELS[name]
     torch.manual_seed(0)
-    model, x, y = make().eval(), torch.randn(examples, *shape), torch.randint(10, (examples,))
-    contenders = {**CONTENDERS, **backpack_contenders(), **nngeometry_contenders()}
-    times, memory, values, refused = {k: [] for k in contenders}, {}, {}, {}
-    for turn in range(rounds + 1):
-        for key, contender in contenders.items():
-            slow = turn > 1 and min(times[key], default=0) > 10 * min(times["plain", "limit"])
-            if key in refused or slow:  # one round tells enough of what is ten times as slow
+    model = make_model().eval()
+    x = torch.randn(num_examples, *shape)
+    y = torch.randint(10, (num_examples,))
+    candidates = {**CANDIDATES, **backpack_candidates(), **nngeometry_candidates()}
+
+    times = {key: [] for key in candidates}
+    memory = {}
+    values = {}
+    errors = {}
+    # The first round warms up.
+    for round_number in range(rounds + 1):
+        for key, candidate in candidates.items():
+            library, _ = key
+            # One round is enough for candidates that are ten times as slow.
+            is_slow = round_number > 1 and min(times[key], default=0) > 10 * min(times["plain", "limit"])
+            if key in errors or is_slow:
                 continue
-            part = max(64, examples // 16) if key[0] == "loop" else examples
+
+            part = max(64, num_examples // 16) if library == "loop" else num_examples
             gc.collect()
             ctypes.CDLL(None).malloc_trim(0)
-            before, start = reset_peak_memory(CPU), time.perf_counter()
+            memory_before = reset_peak_memory(CPU)
+            start = time.perf_counter()
             try:
-                found = contender(model, x[:part], y[:part], size)
-            except Exception as error:  # noqa: BLE001 - a peer may refuse a model in many ways
-                refused[key] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:60]}"
+                value = candidate(model, x[:part], y[:part], size)
+            except Exception as error:  # noqa: BLE001 - a library may refuse a model in many ways
+                errors[key] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:60]}"
                 continue
-            if turn:  # the first turn warms up
-                times[key].append((time.perf_counter() - start) * examples / part)
-            memory[key] = peak_memory(CPU) - before
-            if turn == 0 and found is not None and key[0] != "loop":
-                values[key] = found
+
+            if round_number:
+                times[key].append((time.perf_counter() - start) * num_examples / part)
+            memory[key] = peak_memory(CPU) - memory_before
+            if round_number == 0 and value is not None and library != "loop":
+                values[key] = value
+
     limit = min(times["plain", "limit"])
-    print(f"\n{name}: {examples:,} examples, {size} per pass; plain pass {limit * 1e3:.0f} ms")
+    print(f"\n{name}: {num_examples:,} examples, {size} per pass; plain pass {limit * 1e3:.0f} ms")
     print(f"  {'':10} {'quantity':10} {'× plain':>8} {'MB':>8}  error against Everlearn")
-    for key in contenders:
-        if key in refused:
-            print(f"  {key[0]:10} {key[1]:10} refuses: {refused[key]}")
+    for key in candidates:
+        library, quantity = key
+        if key in errors:
+            print(f"  {library:10} {quantity:10} refuses: {errors[key]}")
             continue
-        held = memory[key] / 2**20
-        print(f"  {key[0]:10} {key[1]:10} {min(times[key]) / limit:>8.2f} {held:>8.0f}  {compared(key, values)}")
+        ratio = min(times[key]) / limit
+        megabytes = memory[key] / 2**20
+        print(f"  {library:10} {quantity:10} {ratio:>8.2f} {megabytes:>8.0f}  {format_error(key, values)}")
 
 
-def compared(key, values):
-    """Largest relative difference from our value of the same quantity, where it is not random."""
-    own = values.get(("Everlearn", key[1]))
-    if key[0] == "Everlearn" or own is None or key not in values or key[1] == "sampled":
+def format_error(key, values):
+    """Format the largest relative difference from our value of the same quantity, unless it is random."""
+    library, quantity = key
+    expected = values.get(("Everlearn", quantity))
+    if library == "Everlearn" or expected is None or key not in values or quantity == "sampled":
         return ""
-    worst = max(float((values[key][n] - v).abs().max() / v.abs().max()) for n, v in own.items() if v.abs().max() > 0)
-    return f"{worst:.0e}"
+    relative_errors = []
+    for name, v in expected.items():
+        largest = v.abs().max()
+        if largest > 0:
+            relative_errors.append(float((values[key][name] - v).abs().max() / largest))
+    return f"{max(relative_errors):.0e}"
 
 
 def main():
-    """Measure the models asked for."""
+    """Measure the selected models."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("models", nargs="*", default=list(MODELS))
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # the peers' own
+    warnings.simplefilter("ignore")  # of the other libraries
     for name in arguments.models:
         measure(name, arguments.rounds)
 

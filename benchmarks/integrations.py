@@ -1,10 +1,10 @@
-"""What a method costs inside other people's trainers, as ratios of steps taken in turns in one run.
+"""Measure the cost of methods in other trainers, as ratios of alternating steps in one process.
 
     python benchmarks/integrations.py [ROUNDS]
 
-For each host: its step with the callback and a method that does nothing (fine-tuning), against its step alone; and
-with methods after a task, against their loss written into the host's by hand. Seconds are of the process's own time,
-on one thread. Target: 1.05 for what costs no second pass; LwF and ER ask the model once more than by hand.
+For each trainer: a step with the callback and fine-tuning relative to a step without the callback, and a step with a
+method in the callback relative to the same method in a handwritten loss. Times are process times on one thread. The
+target is 1.05 for methods without a second forward pass; LwF and ER have one more than a handwritten loss.
 """
 
 import logging
@@ -26,119 +26,147 @@ warnings.simplefilter("ignore")
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-STEPS, SIZE = 60, 32
+NUM_STEPS = 60
+LIGHTNING_BATCH = 128
+HUGGING_FACE_BATCH = 32
 
 
 class Module(L.LightningModule):
-    """A perceptron, and a method where its loss is written in by hand."""
+    """An MLP, with the loss of a method if one is given."""
 
     def __init__(self, method=None):
         super().__init__()
         torch.manual_seed(0)
-        self.net, self.method = nets.mlp(784, 10), method
+        self.net = nets.mlp(784, 10)
+        self.method = method
 
     def forward(self, x):
-        """Logits."""
+        """Return the logits."""
         return self.net(x)
 
     def training_step(self, batch, index):
-        """Cross-entropy."""
-        return (
-            F.cross_entropy(self(batch[0]), batch[1]) if self.method is None else self.method.loss(self, Batch(*batch))
-        )
+        """Return the cross-entropy, or the loss of the method."""
+        x, y = batch
+        if self.method is None:
+            return F.cross_entropy(self(x), y)
+        return self.method.loss(self, Batch(x, y))
 
     def configure_optimizers(self):
-        """Plain descent."""
+        """Return SGD."""
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
-def by_lightning():
-    """Functions that take the steps, by name."""
-    loader = DataLoader(TensorDataset(torch.randn(STEPS * 128, 784), torch.randint(10, (STEPS * 128,))), 128)
+def lightning_variants():
+    """Return functions that train with Lightning, by name."""
+    num_examples = NUM_STEPS * LIGHTNING_BATCH
+    data = TensorDataset(torch.randn(num_examples, 784), torch.randint(10, (num_examples,)))
+    loader = DataLoader(data, LIGHTNING_BATCH)
 
     def fit(callbacks=(), method=None):
         trainer = L.Trainer(
-            max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-            enable_model_summary=False, callbacks=list(callbacks),
-        )  # fmt: skip
+            max_epochs=1,
+            accelerator="cpu",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=list(callbacks),
+        )
         trainer.fit(Module(method), loader)
 
-    return hosted(fit, Module, tuple(next(iter(loader))), lightning.Continual)
+    return make_variants(fit, Module, tuple(next(iter(loader))), lightning.Continual)
 
 
 class Trainer(transformers.Trainer):
-    """With a method where its loss is written in by hand."""
+    """A Trainer that uses the loss of a method if one is given."""
 
     method = None
 
     def compute_loss(self, model, inputs, *args, **kwargs):
-        """That of the model."""
+        """Return the loss of the model, or that of the method."""
         if self.method is None:
             return super().compute_loss(model, inputs, *args, **kwargs)
         y = inputs.pop("labels")
         return self.method.loss(huggingface.Outputs(model), Batch(dict(inputs), y))
 
 
-def by_hugging_face():
-    """Functions that take the steps, by name."""
+def hugging_face_variants():
+    """Return functions that train with Hugging Face, by name."""
     config = transformers.BertConfig(
         vocab_size=500, hidden_size=128, num_hidden_layers=2, num_attention_heads=2, intermediate_size=512
     )
-    ids, y = torch.randint(500, (STEPS * SIZE, 16)), torch.randint(2, (STEPS * SIZE,))
-    data = [{"input_ids": i, "labels": label} for i, label in zip(ids, y.tolist(), strict=True)]
+    num_examples = NUM_STEPS * HUGGING_FACE_BATCH
+    ids = torch.randint(500, (num_examples, 16))
+    y = torch.randint(2, (num_examples,))
+    data = [{"input_ids": row, "labels": label} for row, label in zip(ids, y.tolist(), strict=True)]
+    first_batch = ({"input_ids": ids[:HUGGING_FACE_BATCH]}, y[:HUGGING_FACE_BATCH])
 
-    def model():
+    def make_model():
         torch.manual_seed(0)
         return transformers.BertForSequenceClassification(config)
 
     def fit(callbacks=(), method=None):
         arguments = transformers.TrainingArguments(
-            output_dir=tempfile.gettempdir(), num_train_epochs=1, per_device_train_batch_size=SIZE, use_cpu=True, report_to=[],
-            disable_tqdm=True, save_strategy="no", dataloader_pin_memory=False, logging_strategy="no", optim="sgd",
-        )  # fmt: skip
-        trainer = Trainer(model(), arguments, train_dataset=data, callbacks=list(callbacks))
+            output_dir=tempfile.gettempdir(),
+            num_train_epochs=1,
+            per_device_train_batch_size=HUGGING_FACE_BATCH,
+            use_cpu=True,
+            report_to=[],
+            disable_tqdm=True,
+            save_strategy="no",
+            dataloader_pin_memory=False,
+            logging_strategy="no",
+            optim="sgd",
+        )
+        trainer = Trainer(make_model(), arguments, train_dataset=data, callbacks=list(callbacks))
         trainer.method = method
         trainer.train()
 
-    return hosted(
-        fit, lambda: huggingface.Outputs(model()), ({"input_ids": ids[:SIZE]}, y[:SIZE]), huggingface.Continual
-    )
+    return make_variants(fit, lambda: huggingface.Outputs(make_model()), first_batch, huggingface.Continual)
 
 
-def hosted(fit, model, batch, callback):
-    """All that is compared; consolidation, which is no step, is left out."""
-    ways = {"alone": fit, "with fine-tuning": lambda: fit([callback(Method())])}
-    for held in (EWC(1e-3, labels="true"), LwF(), ER(256), DERpp(256)):
-        net = model()
-        held.begin_task(net, [batch])
-        held.loss(net, Batch(*batch))
-        held.end_task(net, [batch])
-        held.begin_task = held.end_task = lambda model, task: None
-        name = type(held).__name__
-        ways[f"{name} by hand"] = lambda held=held: fit(method=held)
-        ways[f"{name} by the callback"] = lambda held=held: fit([callback(held)])
-    return ways
+def make_variants(fit, make_model, batch, callback):
+    """Return the variants to compare, by name; consolidation is left out, because it is not part of a step."""
+    variants = {"without callback": fit, "fine-tuning": lambda: fit([callback(Method())])}
+    for method in (EWC(1e-3, labels="true"), LwF(), ER(256), DERpp(256)):
+        model = make_model()
+        method.begin_task(model, [batch])
+        method.loss(model, Batch(*batch))
+        method.end_task(model, [batch])
+        method.begin_task = lambda model, task: None
+        method.end_task = lambda model, task: None
+
+        name = type(method).__name__
+        variants[f"{name} by hand"] = lambda method=method: fit(method=method)
+        variants[f"{name} in the callback"] = lambda method=method: fit([callback(method)])
+    return variants
 
 
 def main(rounds):
-    """Best of several rounds, in turns."""
-    for host, make in {"Lightning": by_lightning, "Hugging Face": by_hugging_face}.items():
-        ways = make()
-        best = dict.fromkeys(ways, float("inf"))
-        for turn in range(rounds + 1):
-            for name, way in ways.items():
+    """Alternate between the variants, and print ratios of minimum times."""
+    for trainer, make in {"Lightning": lightning_variants, "Hugging Face": hugging_face_variants}.items():
+        variants = make()
+        best = dict.fromkeys(variants, float("inf"))
+        # The first round warms up.
+        for round_number in range(rounds + 1):
+            for name, variant in variants.items():
                 start = time.process_time()
-                way()
-                if turn:
+                variant()
+                if round_number:
                     best[name] = min(best[name], time.process_time() - start)
-        plain = best["alone"]
-        print(f"{host}: {1000 * plain / STEPS:.1f} ms a step; with the callback {best['with fine-tuning'] / plain:.3f}")
-        for name in [way.removesuffix(" by hand") for way in ways if way.endswith(" by hand")]:
-            hand, called = best[f"{name} by hand"], best[f"{name} by the callback"]
+
+        baseline = best["without callback"]
+        callback_ratio = best["fine-tuning"] / baseline
+        print(f"{trainer}: {1000 * baseline / NUM_STEPS:.1f} ms per step; with the callback {callback_ratio:.3f}")
+        for name in [variant.removesuffix(" by hand") for variant in variants if variant.endswith(" by hand")]:
+            by_hand = best[f"{name} by hand"]
+            in_callback = best[f"{name} in the callback"]
             print(
-                f"  {name}: by hand {hand / plain:.3f}, callback {called / plain:.3f}, ratio {called / hand:.3f}",
+                f"  {name}: by hand {by_hand / baseline:.3f}, callback {in_callback / baseline:.3f}, "
+                f"ratio {in_callback / by_hand:.3f}",
                 flush=True,
             )
 
 
-main(int(sys.argv[1]) if len(sys.argv) > 1 else 4)
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 4)

@@ -1,6 +1,6 @@
-"""Runs killed at random moments and called again: do they end as if nothing had happened, and what does that cost?
+"""Kill runs at random times and resume them: are the results exact, and what do checkpoints cost?
 
-python benchmarks/kills.py            50 kills over seven methods, each compared with a run that was left alone
+python benchmarks/kills.py            50 kills over seven methods, each compared with an uninterrupted run
 python benchmarks/kills.py overhead   cost of checkpoints every 100 steps, within one run
 """
 
@@ -35,104 +35,132 @@ METHODS = {
     "PackNet": PackNet,
     "A-GEM": lambda: AGEM(200),
 }
-KILLS = 50
+NUM_KILLS = 50
 
 
-def learn(make, folder, every, stream=None, iterations=100, batch_size=32, hidden=(100, 100)):
-    """A run in this process; its weights beside its result."""
-    made = []
+def run(make_method, folder, interval, stream=None, iterations=100, batch_size=32, hidden=(100, 100)):
+    """Run in this process, and save the weights beside the result."""
+    models = []
 
-    def net(inputs, outputs):
-        made.append(nets.mlp(inputs, outputs, hidden=hidden))
-        return made[-1]
+    def make_model(inputs, outputs):
+        models.append(nets.mlp(inputs, outputs, hidden=hidden))
+        return models[-1]
 
-    settings = {"iterations": iterations, "batch_size": batch_size, "checkpoint": every, "progress": False}
-    again = folder.exists() and any(folder.glob("*.json"))  # it was killed between the result and the weights
-    everlearn.run(net, make(), stream or streams.digits(scenario="task"), out=folder, force=again, **settings)
-    torch.save(made[-1].state_dict(), folder / "weights.pt")
+    # A run may have been killed after its result was written and before the weights were.
+    has_result = folder.exists() and any(folder.glob("*.json"))
+    everlearn.run(
+        make_model,
+        make_method(),
+        stream or streams.digits(scenario="task"),
+        out=folder,
+        force=has_result,
+        iterations=iterations,
+        batch_size=batch_size,
+        checkpoint=interval,
+        progress=False,
+    )
+    torch.save(models[-1].state_dict(), folder / "weights.pt")
 
 
-def child(make, folder, seconds=None):
-    """The same in a process of its own, killed after so many seconds; whether it was."""
-    if not (pid := os.fork()):
+def run_in_child(make_method, folder, seconds=None):
+    """Run in a child process, and kill it after some seconds; returns whether it was killed before it ended."""
+    pid = os.fork()
+    if not pid:
         code = 1
         try:
-            learn(make, folder, CheckpointEvery(steps=20))
+            run(make_method, folder, CheckpointEvery(steps=20))
             code = 0
         finally:
             os._exit(code)
+
     if seconds is not None:
         time.sleep(seconds)
         os.kill(pid, signal.SIGKILL)
-    status = os.waitpid(pid, 0)[1]
+    _, status = os.waitpid(pid, 0)
     if status not in (0, signal.SIGKILL):
         raise SystemExit("A run has failed.")
     return status != 0
 
 
-def same(one, other):
-    """Whether two folders hold the same weights and the same result."""
-    a, b = (torch.load(folder / "weights.pt", weights_only=True) for folder in (one, other))
-    results = [load(folder)[0] for folder in (one, other)]
-    return all(torch.equal(a[n], b[n]) for n in a) and np.array_equal(*(r.accuracy for r in results))
+def are_equal(first_folder, second_folder):
+    """Return whether two folders have the same weights and the same result."""
+    folders = (first_folder, second_folder)
+    first_weights, second_weights = (torch.load(folder / "weights.pt", weights_only=True) for folder in folders)
+    first_result, second_result = (load(folder)[0] for folder in folders)
+    has_equal_weights = all(torch.equal(first_weights[name], second_weights[name]) for name in first_weights)
+    return has_equal_weights and np.array_equal(first_result.accuracy, second_result.accuracy)
 
 
-def kills():
-    """Each method by turns, killed between 0 and the time a whole run takes, until it has ended."""
-    rng, done, exact, wholes = random.Random(0), 0, 0, {}
-    warnings.simplefilter("error")  # a checkpoint that cannot be read would be told
-    with tempfile.TemporaryDirectory() as folder, tqdm(total=KILLS, disable=None) as bar:
-        for name, make in METHODS.items():
-            begun = time.perf_counter()
-            child(make, Path(folder) / name)
-            wholes[name] = time.perf_counter() - begun
-        counts = dict.fromkeys(METHODS, 0)
+def kill_runs():
+    """Kill each method in turn between 0 and the time of a complete run, until the run has ended."""
+    rng = random.Random(0)
+    num_kills = 0
+    num_exact = 0
+    run_seconds = {}
+    kills_by_method = dict.fromkeys(METHODS, 0)
+    warnings.simplefilter("error")  # a checkpoint that cannot be read raises a warning
+    with tempfile.TemporaryDirectory() as folder, tqdm(total=NUM_KILLS, disable=None) as bar:
+        # Uninterrupted runs: the reference, and the time that a run takes.
+        for name, make_method in METHODS.items():
+            start = time.perf_counter()
+            run_in_child(make_method, Path(folder) / name)
+            run_seconds[name] = time.perf_counter() - start
+
         for attempt in count():
-            if done >= KILLS:
+            if num_kills >= NUM_KILLS:
                 break
-            name = min(counts, key=counts.get)
-            place = Path(folder) / f"{name} {attempt}"  # always a new one
+            name = min(kills_by_method, key=kills_by_method.get)
+            run_folder = Path(folder) / f"{name} {attempt}"
             killed = 0
-            while killed < 8 and child(METHODS[name], place, rng.uniform(0, wholes[name])):
+            while killed < 8 and run_in_child(METHODS[name], run_folder, rng.uniform(0, run_seconds[name])):
                 killed += 1
-            if not (place / "weights.pt").exists():
-                child(METHODS[name], place)
-            counts[name] += killed
-            done += killed
-            exact += killed * same(Path(folder) / name, place)
+            if not (run_folder / "weights.pt").exists():
+                run_in_child(METHODS[name], run_folder)
+
+            kills_by_method[name] += killed
+            num_kills += killed
+            num_exact += killed * are_equal(Path(folder) / name, run_folder)
             bar.update(killed)
-            print(f"{done} kills, {exact} exact", flush=True)
-    print(f"{done} kills ({', '.join(f'{n} {c}' for n, c in counts.items())}): {exact} exact resumes")
+            print(f"{num_kills} kills, {num_exact} exact", flush=True)
+    details = ", ".join(f"{name} {number}" for name, number in kills_by_method.items())
+    print(f"{num_kills} kills ({details}): {num_exact} exact resumes")
 
 
-def overhead():
-    """Return the time of checkpoints relative to the rest: 784-400-400-6, three tasks of 300 steps, batch 128."""
-    x, y = torch.rand(6000, 784), torch.arange(6000) % 6
+def measure_overhead():
+    """Print the time of checkpoints relative to the rest: 784-400-400-6, three tasks of 300 steps, batch 128."""
+    x = torch.rand(6000, 784)
+    y = torch.arange(6000) % 6
     stream = streams.split((x, y), (x[:600], y[:600]), tasks=3, scenario="task")
     settings = {"stream": stream, "iterations": 300, "batch_size": 128, "hidden": (400, 400)}
-    spent = [0.0]
+    checkpoint_seconds = [0.0]
 
     def timed(function):
         def call(*arguments):
-            begun = time.perf_counter()
+            start = time.perf_counter()
             try:
                 return function(*arguments)
             finally:
-                spent[0] += time.perf_counter() - begun
+                checkpoint_seconds[0] += time.perf_counter() - start
 
         return call
 
-    Checkpoints.write, StreamTraining._state = timed(Checkpoints.write), timed(StreamTraining._state)
+    Checkpoints.write = timed(Checkpoints.write)
+    StreamTraining._state = timed(StreamTraining._state)
     with tempfile.TemporaryDirectory() as folder:
-        for name, make in METHODS.items():
-            shares = []
+        for name, make_method in METHODS.items():
+            ratios = []
             for i in range(3):
-                spent[0], begun = 0.0, time.perf_counter()
-                learn(make, Path(folder) / f"{name} {i}", CheckpointEvery(100, None), **settings)
-                shares.append(spent[0] / (time.perf_counter() - begun - spent[0]))
-            print(f"{name:8} {100 * median(shares):.1f} %", flush=True)
+                checkpoint_seconds[0] = 0.0
+                start = time.perf_counter()
+                run(make_method, Path(folder) / f"{name} {i}", CheckpointEvery(100, None), **settings)
+                other_seconds = time.perf_counter() - start - checkpoint_seconds[0]
+                ratios.append(checkpoint_seconds[0] / other_seconds)
+            print(f"{name:8} {100 * median(ratios):.1f} %", flush=True)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    overhead() if sys.argv[1:] == ["overhead"] else kills()
+    if sys.argv[1:] == ["overhead"]:
+        measure_overhead()
+    else:
+        kill_runs()

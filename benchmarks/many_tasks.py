@@ -1,6 +1,6 @@
-"""Two hundred tasks: what a step, the end of a task and the method's state cost, over the number of tasks learned.
+"""Measure the cost of a step, of ``end_task`` and of the state of each method over two hundred tasks.
 
-python benchmarks/many_tasks.py [FILE] [TASKS]   writes a line per method and task, for docs/figures/draw.py
+python benchmarks/many_tasks.py [FILE] [TASKS]   (writes a row per method and task, for docs/figures/draw.py)
 """
 
 import csv
@@ -39,7 +39,7 @@ from everlearn.trainer.cost import state_bytes
 from everlearn.trainer.settings import Training, adam
 from everlearn.trainer.train import TaskTraining
 
-FEW = 40  # tasks for methods that grow with them by design
+MAX_TASKS_GROWING = 40  # number of tasks for methods that grow with it by design
 METHODS = {
     "finetune": Method,
     "L2": L2,
@@ -63,51 +63,54 @@ METHODS = {
     "DEN": DEN,
     "expandable": lambda: ExpandableRepresentation(1000),
 }
-GROW = {"GEM", "PNN", "ExpandNet", "DEN", "expandable"}
+GROWING = {"GEM", "PNN", "ExpandNet", "DEN", "expandable"}
 
 
-def learn(make, tasks):
-    """For each task: milliseconds of a step and of the end, bytes of state."""
+def measure_tasks(make_method, num_tasks):
+    """Yield for each task: its number, milliseconds of a step and of ``end_task``, and bytes of state."""
     torch.manual_seed(0)
-    data = streams.digits_data()
-    stream = streams.permuted(*data, tasks=tasks, scenario="domain")
-    model, method = nets.mlp(stream.inputs, 10, hidden=(100, 100)), make()
+    stream = streams.permuted(*streams.digits_data(), tasks=num_tasks, scenario="domain")
+    model = nets.mlp(stream.inputs, 10, hidden=(100, 100))
+    method = make_method()
     training = Training(iterations=20, batch_size=32, progress=False)
-    for i, task in enumerate(stream, 1):
-        lesson, spent, last = TaskTraining(model, method, task, training, adam), [], time.perf_counter()
-        for _ in lesson.steps():
-            now = time.perf_counter()
-            spent.append(1000 * (now - last))
-            last = now
+    for number, task in enumerate(stream, 1):
+        task_training = TaskTraining(model, method, task, training, adam)
+        step_times = []
+        last = time.perf_counter()
+        for _ in task_training.steps():
+            current = time.perf_counter()
+            step_times.append(1000 * (current - last))
+            last = current
         method.end_task(model, task)
-        yield i, median(spent), 1000 * (time.perf_counter() - last), state_bytes(method.state_dict())
+        end_time = 1000 * (time.perf_counter() - last)
+        yield number, median(step_times), end_time, state_bytes(method.state_dict())
+
+
+def print_growth(name, rows):
+    """Print steps and state of the last fifth of the tasks relative to the second fifth."""
+    part = max(1, len(rows) // 5)
+    early = rows[part : 2 * part] or rows
+    late = rows[-part:]
+    step_ratio = median(step for _, step, _, _ in late) / median(step for _, step, _, _ in early)
+    state_ratio = late[-1][3] / max(1, early[0][3])
+    print(f"{name:12} {len(rows):4} tasks   step × {step_ratio:.2f}   state × {state_ratio:.2f}", flush=True)
 
 
 def main():
-    """A line per method and task."""
+    """Write a row per method and task."""
     torch.set_num_threads(1)
-    where, tasks = [*sys.argv[1:], *["many_tasks.csv", "200"][len(sys.argv) - 1 :]]
-    with open(where, "w", newline="", encoding="utf-8") as file:
-        lines = csv.writer(file)
-        lines.writerow(["method", "task", "step ms", "end ms", "state bytes"])
-        for name, make in METHODS.items():
-            rows = list(
-                tqdm(
-                    learn(make, min(int(tasks), FEW) if name in GROW else int(tasks)),
-                    desc=name,
-                    leave=False,
-                    disable=None,
-                )
-            )
-            lines.writerows([name, i, f"{step:.3f}", f"{end:.1f}", size] for i, step, end, size in rows)
+    path = sys.argv[1] if len(sys.argv) > 1 else "many_tasks.csv"
+    max_tasks = int(sys.argv[2]) if len(sys.argv) > 2 else 200
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["method", "task", "step ms", "end ms", "state bytes"])
+        for name, make_method in METHODS.items():
+            num_tasks = min(max_tasks, MAX_TASKS_GROWING) if name in GROWING else max_tasks
+            measurements = measure_tasks(make_method, num_tasks)
+            rows = list(tqdm(measurements, desc=name, leave=False, disable=None))
+            writer.writerows([name, i, f"{step:.3f}", f"{end:.1f}", size] for i, step, end, size in rows)
             file.flush()
-            part = max(1, len(rows) // 5)
-            early, late = rows[part : 2 * part] or rows, rows[-part:]
-            ratio = median(r[1] for r in late) / median(r[1] for r in early)
-            print(
-                f"{name:12} {len(rows):4} tasks   step × {ratio:.2f}   state × {late[-1][3] / max(1, early[0][3]):.2f}",
-                flush=True,
-            )
+            print_growth(name, rows)
 
 
 if __name__ == "__main__":

@@ -1,22 +1,21 @@
-"""What our loop and our methods cost: a training step of Everlearn as a multiple of a plain one.
+"""Measure the time of a training step of Everlearn relative to a baseline step.
 
     python benchmarks/overhead.py [loop methods replay]
 
-``loop``: our trainer against a hand-written PyTorch loop doing the identical work. Both see the same batches from the
-same first weights, and must end with the same weights, bit for bit. Targets: at most 1.05 at batch 128, 1.10 at batch
-10.
+``loop``: the trainer compared with a handwritten PyTorch loop. Both get the same batches and the same initial weights,
+and must end with the same weights, bit for bit. Targets: at most 1.05 at batch size 128, and 1.10 at batch size 10.
 
-``methods``: a step of every method with two tasks behind it against a step of fine-tuning, both as our trainer does
-them, on 784-400-400-10 at batch 128 with plain SGD. Targets: EWC (also with 20 anchors) and MAS at most 1.15, SI
-1.25, PackNet and HAT 1.3. Those whose steps become dearer with the tasks have none, and are measured with four behind
-them, too. The ratios are the ``step`` and ``step_growth`` of the methods' ``traits``.
+``methods``: a step of every method after two tasks compared with a step of fine-tuning, both as in the trainer, on
+784-400-400-10 at batch size 128 with plain SGD. Targets: EWC (also with 20 anchors) and MAS at most 1.15, SI 1.25,
+PackNet and HAT 1.3. Methods whose steps become slower with the number of tasks have no target, and are measured after
+four tasks too. The ratios are the ``step`` and ``step_growth`` of the ``traits`` of the methods.
 
-``replay``: ER and A-GEM through our trainer against hand-written loops doing the same work: one loss over 128 new and
-128 remembered examples with a vectorised reservoir; two backward passes without any projection; and a stream of 10
-examples a chunk, seen once, with 10 remembered. Targets: at most 1.15, 1.15 and 1.3.
+``replay``: ER and A-GEM in the trainer compared with handwritten loops that do the same work: one loss over 128 new
+and 128 stored examples with a vectorized reservoir; two backward passes without projection; and an online stream of
+chunks of 10 examples with 10 stored ones. Targets: at most 1.15, 1.15 and 1.3.
 
-All run in turns in one process on one thread, and a ratio is that of the smallest times, so that noise of the machine
-falls on all alike.
+All variants alternate in one process on one thread. Ratios are those of minimum times, so that noise of the machine
+affects all alike.
 """
 
 import argparse
@@ -30,17 +29,19 @@ from everlearn import AGEM, ER, EWC, L2, MAS, METHODS, SI, LwF, Method, Task, ne
 from everlearn.runtime.randomness import generator
 
 
-def by_hand(model, task, steps, batch_size):
-    """The loop everybody writes."""
+def handwritten_seconds(model, task, steps, batch_size):
+    """Train with a handwritten loop, and return its seconds."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    x, y = task.train.x, task.train.y
+    x = task.train.x
+    y = task.train.y
     model.train()
     start = time.perf_counter()
     step = 0
     while step < steps:
-        order = torch.randperm(len(x), generator=generator(0, "batches", task.id, 0, step * batch_size // len(x)))
-        for i in order.split(batch_size)[: steps - step]:
-            loss = F.cross_entropy(model(x[i]), y[i])
+        epoch = step * batch_size // len(x)
+        order = torch.randperm(len(x), generator=generator(0, "batches", task.id, 0, epoch))
+        for rows in order.split(batch_size)[: steps - step]:
+            loss = F.cross_entropy(model(x[rows]), y[rows])
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -48,47 +49,51 @@ def by_hand(model, task, steps, batch_size):
     return time.perf_counter() - start
 
 
-def by_everlearn(model, task, steps, batch_size):
-    """The same through our trainer."""
+def trainer_seconds(model, task, steps, batch_size):
+    """Train with the trainer, and return its seconds."""
     start = time.perf_counter()
     train(model, Method(), task, optimizer=sgd, iterations=steps, batch_size=batch_size, progress=False)
     return time.perf_counter() - start
 
 
 def sgd(parameters):
-    """The optimizer of both."""
+    """Make the optimizer of all variants."""
     return torch.optim.SGD(parameters, lr=0.01)
 
 
 def compare(hidden, batch_size, steps, rounds):
-    """Interleaved times of both, after checking that they do the same."""
+    """Return the seconds per step of both loops, after checking that their weights are equal."""
     torch.manual_seed(0)
     task = Task((torch.randn(12_800, 784), torch.randint(10, (12_800,))), id=0)
-    first = nets.mlp(784, 10, hidden)
-    times = {"hand": [], "everlearn": []}
-    for turn in range(rounds + 1):
-        ends = []
-        for name, loop in (("hand", by_hand), ("everlearn", by_everlearn)):
-            model = copy.deepcopy(first)
-            spent = loop(model, task, steps, batch_size)
-            ends.append(model)
-            if turn:  # the first turn warms up
-                times[name].append(spent)
-        same = all(torch.equal(a, b) for a, b in zip(*(m.parameters() for m in ends), strict=True))
-        if not same:
+    initial_model = nets.mlp(784, 10, hidden)
+    loops = {"handwritten": handwritten_seconds, "trainer": trainer_seconds}
+    times = {name: [] for name in loops}
+    # The first round warms up.
+    for round_number in range(rounds + 1):
+        models = []
+        for name, loop in loops.items():
+            model = copy.deepcopy(initial_model)
+            seconds = loop(model, task, steps, batch_size)
+            models.append(model)
+            if round_number:
+                times[name].append(seconds)
+
+        parameter_pairs = zip(*(model.parameters() for model in models), strict=True)
+        if not all(torch.equal(a, b) for a, b in parameter_pairs):
             raise SystemExit("The two loops end with different weights: they do not do the same work.")
-    return min(times["hand"]) / steps, min(times["everlearn"]) / steps
+    return min(times["handwritten"]) / steps, min(times["trainer"]) / steps
 
 
+# Methods that train in phases need the number of steps of a task.
 PHASED = ("den", "expandnet")
-# Labels are random here, which firm penalties do not survive.
-GENTLE = {"l2": L2(1e-6), "ewc": EWC(1e-3), "si": SI(1e-4), "mas": MAS(1e-4), "lwf": LwF(1e-3)}
+# Labels are random here: training with strong penalties would diverge.
+WEAK_PENALTIES = {"l2": L2(1e-6), "ewc": EWC(1e-3), "si": SI(1e-4), "mas": MAS(1e-4), "lwf": LwF(1e-3)}
 
 
-def measured():
-    """What is compared: a name, a method, and how many tasks it has behind it."""
-    for name, kind in METHODS.items():
-        yield name, GENTLE.get(name) or kind(), 2
+def measured_methods():
+    """Yield names, methods, and the number of tasks before the measurement."""
+    for name, method_class in METHODS.items():
+        yield name, WEAK_PENALTIES.get(name) or method_class(), 2
     yield "ewc, separate, 20 tasks", EWC(1e-3), 20
     yield "ewc, online", EWC(1e-3, mode="online"), 2
     yield "ewc, Kronecker", EWC(1e-3, mode="online", structure="kronecker"), 2
@@ -97,38 +102,42 @@ def measured():
 
 
 def compare_methods(rounds):
-    """Steps of every method in turns, each time from where the tasks before have left it."""
+    """Measure steps of every method in alternation, each time from a copy of the trained model and method."""
     torch.manual_seed(0)
-    x, y = torch.randn(3200, 784), torch.randint(10, (3200,))
-    first, ready = nets.mlp(784, 10), {}
-    for name, method, behind in measured():
-        model = copy.deepcopy(first)
-        for k in range(behind):
+    x = torch.randn(3200, 784)
+    y = torch.randint(10, (3200,))
+    initial_model = nets.mlp(784, 10)
+    prepared = {}
+    for name, method, num_earlier_tasks in measured_methods():
+        model = copy.deepcopy(initial_model)
+        for k in range(num_earlier_tasks):
             train(model, method, Task((x[:256], y[:256]), id=k), optimizer=sgd, progress=False)
-        task = Task((x, y), id=behind)
+        task = Task((x, y), id=num_earlier_tasks)
         if name.split(",")[0] in PHASED:
             task.steps = 100
-        ready[name] = model, method, task
-    times = {name: [] for name in ready}
-    for turn in range(8 * rounds):
-        for name, (model, method, task) in ready.items():
-            spent = stepping(*copy.deepcopy((model, method)), task)
-            if turn:
-                times[name].append(spent)
-    plain = min(times["finetune"])
+        prepared[name] = (model, method, task)
+
+    # The first round warms up.
+    times = {name: [] for name in prepared}
+    for round_number in range(8 * rounds):
+        for name, (model, method, task) in prepared.items():
+            model_copy, method_copy = copy.deepcopy((model, method))
+            seconds = step_seconds(model_copy, method_copy, task)
+            if round_number:
+                times[name].append(seconds)
+
+    baseline = min(times["finetune"])
     print(f"{'method':>24} {'step':>9} {'ratio':>7}")
-    for name, spent in times.items():
-        print(f"{name:>24} {min(spent) * 1e6:>6.0f} µs {min(spent) / plain:>7.3f}")
+    for name, seconds in times.items():
+        print(f"{name:>24} {min(seconds) * 1e6:>6.0f} µs {min(seconds) / baseline:>7.3f}")
 
 
-def stepping(model, method, task):
-    """Seconds of a step as the trainer does it, the mean over 25, or over a whole task where a method learns in phases.
-
-    Counted is the time this process has computed, so that others on the machine do not lengthen it.
-    """
+def step_seconds(model, method, task):
+    """Return the mean process time of 25 steps as in the trainer, or of a task if the method trains in phases."""
     method.begin_task(model, task)
-    learning = [p for p in [*model.parameters(), *method.parameters()] if p.requires_grad]
-    optimizer, batches = sgd(learning), list(task.batches(128, epochs=(task.steps or 25) // 25))
+    trainable = [p for p in [*model.parameters(), *method.parameters()] if p.requires_grad]
+    optimizer = sgd(trainable)
+    batches = list(task.batches(128, epochs=(task.steps or 25) // 25))
     start = time.process_time()
     for batch in batches:
         optimizer.zero_grad()
@@ -143,27 +152,30 @@ def stepping(model, method, task):
 
 
 class Reservoir:
-    """The memory of a hand-written loop."""
+    """The memory of a handwritten loop."""
 
-    def __init__(self, rows):
-        self.x, self.y, self.seen = torch.empty(rows, 784), torch.empty(rows, dtype=torch.long), 0
+    def __init__(self, capacity):
+        self.x = torch.empty(capacity, 784)
+        self.y = torch.empty(capacity, dtype=torch.long)
+        self.num_offered = 0
 
     def add(self, x, y):
-        """Vectorised; of two rows for one place the later wins."""
-        n = torch.arange(self.seen, self.seen + len(x))
-        place = torch.where(n < len(self.x), n, (torch.rand(len(x)) * (n + 1)).long())
-        kept = place < len(self.x)
-        self.x[place[kept]], self.y[place[kept]] = x[kept], y[kept]
-        self.seen += len(x)
+        """Offer all rows at once; if two have the same index, the later one is stored."""
+        n = torch.arange(self.num_offered, self.num_offered + len(x))
+        index = torch.where(n < len(self.x), n, (torch.rand(len(x)) * (n + 1)).long())
+        is_stored = index < len(self.x)
+        self.x[index[is_stored]] = x[is_stored]
+        self.y[index[is_stored]] = y[is_stored]
+        self.num_offered += len(x)
 
     def draw(self, count):
-        """Without replacement."""
-        rows = torch.randperm(min(self.seen, len(self.x)))[:count]
+        """Sample rows without replacement."""
+        rows = torch.randperm(min(self.num_offered, len(self.x)))[:count]
         return self.x[rows], self.y[rows]
 
 
-def replay_by_hand(model, batches, memory, optimizer):
-    """One loss over new and remembered examples."""
+def handwritten_replay(model, batches, memory, optimizer):
+    """Train with one loss over new and stored examples."""
     for x, y in batches:
         old_x, old_y = memory.draw(len(x))
         loss = F.cross_entropy(model(torch.cat([x, old_x])), torch.cat([y, old_y]))
@@ -174,8 +186,8 @@ def replay_by_hand(model, batches, memory, optimizer):
         memory.add(x, y)
 
 
-def two_passes_by_hand(model, batches, memory, optimizer):
-    """The work of A-GEM without its projection."""
+def handwritten_two_passes(model, batches, memory, optimizer):
+    """Train with the work of A-GEM except the projection."""
     parameters = list(model.parameters())
     for x, y in batches:
         old_x, old_y = memory.draw(len(x))
@@ -188,45 +200,67 @@ def two_passes_by_hand(model, batches, memory, optimizer):
         memory.add(x, y)
 
 
+REPLAY_SETTINGS = (
+    ("ER, batch 128", (400, 400), 128, handwritten_replay, lambda: ER(500)),
+    ("A-GEM, batch 128", (400, 400), 128, handwritten_two_passes, lambda: AGEM(500, 128)),
+    ("ER, online, chunks of 10", (100, 100), 10, handwritten_replay, lambda: ER(500)),
+)
+
+
 def compare_replay(rounds):
-    """Trainer and hand-written loops in turns."""
-    x, y = torch.randn(3200, 784), torch.randint(10, (3200,))
+    """Alternate between the trainer and handwritten replay loops."""
+    x = torch.randn(3200, 784)
+    y = torch.randint(10, (3200,))
     print(f"{'replay':>24} {'by hand':>10} {'everlearn':>10} {'ratio':>7}")
-    for name, hidden, size, by_hand, make in (
-        ("ER, batch 128", (400, 400), 128, replay_by_hand, lambda: ER(500)),
-        ("A-GEM, batch 128", (400, 400), 128, two_passes_by_hand, lambda: AGEM(500, 128)),
-        ("ER, online, chunks of 10", (100, 100), 10, replay_by_hand, lambda: ER(500)),
-    ):
-        times = {"hand": [], "everlearn": []}
-        first, method, memory = nets.mlp(784, 10, hidden), make(), Reservoir(500)
-        models = {side: copy.deepcopy(first) for side in times}
+    for name, hidden, batch_size, handwritten_loop, make_method in REPLAY_SETTINGS:
+        times = {"handwritten": [], "trainer": []}
+        initial_model = nets.mlp(784, 10, hidden)
+        models = {variant: copy.deepcopy(initial_model) for variant in times}
+        optimizers = {variant: sgd(model.parameters()) for variant, model in models.items()}
+
+        # Both memories start with the same number of examples.
+        method = make_method()
+        memory = Reservoir(500)
         memory.add(x[:1000], y[:1000])
-        train(models["everlearn"], method, Task((x[:1000], y[:1000]), id=0), optimizer=sgd, batch_size=size)
-        stream = streams.from_tasks([((x, y), None)], scenario="domain", outputs=10)
-        tasks = list(streams.online(stream, chunk=10)) if size == 10 else [Task((x, y), id=1)]
+        train(models["trainer"], method, Task((x[:1000], y[:1000]), id=0), optimizer=sgd, batch_size=batch_size)
+
+        tasks = [Task((x, y), id=1)]
+        if batch_size == 10:
+            stream = streams.from_tasks([((x, y), None)], scenario="domain", outputs=10)
+            tasks = list(streams.online(stream, chunk=10))
         for task in tasks:
             task.id = 1
-        optimizers = {side: sgd(model.parameters()) for side, model in models.items()}
-        for turn in range(rounds + 1):
+
+        # The first round warms up.
+        settings = {"optimizer": optimizers["trainer"], "batch_size": batch_size, "progress": False}
+        for round_number in range(rounds + 1):
             start = time.perf_counter()
             order = torch.randperm(len(x))
-            by_hand(models["hand"], ((x[i], y[i]) for i in order.split(size)), memory, optimizers["hand"])
+            batches = ((x[rows], y[rows]) for rows in order.split(batch_size))
+            handwritten_loop(models["handwritten"], batches, memory, optimizers["handwritten"])
             middle = time.perf_counter()
             for task in tasks:
-                train(
-                    models["everlearn"],
-                    method,
-                    task,
-                    optimizer=optimizers["everlearn"],
-                    batch_size=size,
-                    progress=False,
-                )
-            if turn:
-                times["hand"].append(middle - start)
-                times["everlearn"].append(time.perf_counter() - middle)
-        steps = len(x) / size
-        hand, ours = (min(times[side]) / steps for side in times)
-        print(f"{name:>24} {hand * 1e6:>7.0f} µs {ours * 1e6:>7.0f} µs {ours / hand:>7.3f}")
+                train(models["trainer"], method, task, **settings)
+            if round_number:
+                times["handwritten"].append(middle - start)
+                times["trainer"].append(time.perf_counter() - middle)
+
+        steps = len(x) / batch_size
+        handwritten = min(times["handwritten"]) / steps
+        trainer = min(times["trainer"]) / steps
+        ratio = trainer / handwritten
+        print(f"{name:>24} {handwritten * 1e6:>7.0f} µs {trainer * 1e6:>7.0f} µs {ratio:>7.3f}")
+
+
+def compare_loops(steps, rounds):
+    """Compare the trainer with a handwritten loop for several networks and batch sizes."""
+    print(f"{'net':>16} {'batch':>6} {'by hand':>10} {'everlearn':>10} {'ratio':>7}")
+    for hidden in ((100, 100), (400, 400)):
+        for batch_size in (128, 10):
+            handwritten, trainer = compare(hidden, batch_size, steps, rounds)
+            net = f"784-{'-'.join(map(str, hidden))}-10"
+            ratio = trainer / handwritten
+            print(f"{net:>16} {batch_size:>6} {handwritten * 1e6:>7.0f} µs {trainer * 1e6:>7.0f} µs {ratio:>7.3f}")
 
 
 def main():
@@ -238,21 +272,11 @@ def main():
     args = parser.parse_args()
     torch.set_num_threads(1)
     if "loop" in args.parts:
-        print_loop(args)
+        compare_loops(args.steps, args.rounds)
     if "methods" in args.parts:
         compare_methods(args.rounds)
     if "replay" in args.parts:
         compare_replay(args.rounds)
-
-
-def print_loop(args):
-    """The trainer against a loop by hand."""
-    print(f"{'net':>16} {'batch':>6} {'by hand':>10} {'everlearn':>10} {'ratio':>7}")
-    for hidden in ((100, 100), (400, 400)):
-        for batch_size in (128, 10):
-            hand, ours = compare(hidden, batch_size, args.steps, args.rounds)
-            net = f"784-{'-'.join(map(str, hidden))}-10"
-            print(f"{net:>16} {batch_size:>6} {hand * 1e6:>7.0f} µs {ours * 1e6:>7.0f} µs {ours / hand:>7.3f}")
 
 
 if __name__ == "__main__":

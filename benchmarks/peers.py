@@ -1,9 +1,9 @@
-"""Whether a library that we did not write gives the same Kronecker factors and the same full matrix.
+"""Compare Kronecker factors and the full Fisher matrix with those of curvlinops.
 
     python benchmarks/peers.py
 
-It needs ``pip install ".[peers]"``, in an environment of its own: curvlinops brings torchvision, whose wheel does not
-import beside a CPU build of torch, and with it neither do transformers and Lightning.
+This needs ``pip install ".[peers]"`` in a separate environment: curvlinops installs torchvision, whose wheel does not
+import with a CPU build of torch, and then transformers and Lightning do not import either.
 """
 
 import torch
@@ -13,55 +13,57 @@ from torch import nn
 from everlearn import nets
 from everlearn.curvature import fisher
 
-KINDS = {"exact": FisherType.TYPE2, "true": FisherType.EMPIRICAL}
+FISHER_TYPES = {"exact": FisherType.TYPE2, "true": FisherType.EMPIRICAL}
 
 
 def kronecker_error(model, x, y, labels):
-    """The relative difference of δᵀ F δ in a random direction."""
+    """Return the relative difference of δᵀFδ in a random direction δ."""
     parameters = dict(model.named_parameters())
-    loss = nn.CrossEntropyLoss()
     peer = KFACLinearOperator(
         model,
-        loss,
+        nn.CrossEntropyLoss(),
         list(parameters.values()),
         [(x, y)],
-        fisher_type=KINDS[labels],
+        fisher_type=FISHER_TYPES[labels],
         separate_weight_and_bias=False,
         check_deterministic=False,
     )
-    delta = {n: torch.randn_like(p) for n, p in parameters.items()}
+    delta = {name: torch.randn_like(p) for name, p in parameters.items()}
     product = peer @ list(delta.values())
-    right = sum((a * b).sum() for a, b in zip(product, delta.values(), strict=True))
-    found = fisher(model, (x, y), labels, structure="kronecker").quad(delta)
-    return float((found - right).abs() / right)
+    expected = sum((a * b).sum() for a, b in zip(product, delta.values(), strict=True))
+    computed = fisher(model, (x, y), labels, structure="kronecker").quad(delta)
+    return float((computed - expected).abs() / expected)
 
 
 def full_error(model, x, y):
-    """The largest difference between entries, as a share of the largest entry."""
+    """Return the largest difference between entries, relative to the largest entry."""
     peer = GGNLinearOperator(
         model, nn.CrossEntropyLoss(), list(model.parameters()), [(x, y)], check_deterministic=False
     )
-    right = peer @ torch.eye(peer.shape[1])
-    found = fisher(model, x, structure="full").dense()
-    return float((found - right).abs().max() / right.abs().max())
+    expected = peer @ torch.eye(peer.shape[1])
+    computed = fisher(model, x, structure="full").dense()
+    return float((computed - expected).abs().max() / expected.abs().max())
 
 
 def main():
-    """Print every difference."""
+    """Print all differences."""
     torch.manual_seed(0)
     torch.set_default_dtype(torch.double)
     y = torch.randint(3, (12,))
-    mlp, vectors = nets.mlp(5, 3, hidden=(6,)), torch.randn(12, 5)
-    cnn, images = nets.cnn((2, 6, 6), 3, channels=(3, 4), norm=False), torch.randn(12, 2, 6, 6)
+    mlp = nets.mlp(5, 3, hidden=(6,))
+    vectors = torch.randn(12, 5)
+    cnn = nets.cnn((2, 6, 6), 3, channels=(3, 4), norm=False)
+    images = torch.randn(12, 2, 6, 6)
+
     errors = {}
-    for labels in KINDS:
+    for labels in FISHER_TYPES:
         errors[f"Kronecker, {labels}, MLP"] = kronecker_error(mlp, vectors, y, labels)
         errors[f"Kronecker, {labels}, CNN"] = kronecker_error(cnn, images, y, labels)
     errors["full, exact, MLP"] = full_error(mlp, vectors, y)
     for name, error in errors.items():
         print(f"{name:24} {error:.1e}")
     if max(errors.values()) > 1e-8:
-        raise SystemExit("curvlinops gives other values.")
+        raise SystemExit("The values of curvlinops differ.")
 
 
 if __name__ == "__main__":

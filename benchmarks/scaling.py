@@ -1,6 +1,6 @@
-"""Cost of methods on large models: bytes and nanoseconds per parameter, extrapolated to 1, 10 and 100 billion.
+"""Measure bytes and nanoseconds per parameter of each method, extrapolated to 1, 10 and 100 billion parameters.
 
-python benchmarks/scaling.py [METHOD ...]   two tables for docs/scaling.md; every measurement in a process of its own
+python benchmarks/scaling.py [METHOD ...]   (two tables for docs/scaling.md; each measurement in its own process)
 """
 
 import gc
@@ -69,78 +69,104 @@ METHODS = {
 }
 
 
-def net(width):
-    """Nearly all parameters are in four square layers."""
-    layers = [layer for _ in range(4) for layer in (nn.Linear(width, width), nn.ReLU())]
+COLUMNS = [
+    "method",
+    "bytes stored",
+    "extra peak bytes",
+    "extra ns per step",
+    "step / baseline step",
+    "ns per example in `end_task`",
+]
+
+
+def make_model(width):
+    """Make a network with nearly all parameters in four square layers."""
+    layers = []
+    for _ in range(4):
+        layers += [nn.Linear(width, width), nn.ReLU()]
     return nn.Sequential(*layers, nn.Linear(width, 4))
 
 
 def sgd(parameters):
-    """An optimizer without a memory, so that what is seen is the method's."""
+    """Make an optimizer without state, so that all state belongs to the method."""
     return torch.optim.SGD(parameters, lr=1e-4)
 
 
 def measure(name, width):
-    """One task learned, then some steps of the next, batch 16."""
+    """Train on two tasks with batch size 16, and print the measurements of the second one as JSON."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model, method = net(width), METHODS[name]()
-    found = {"parameters": sum(p.numel() for p in model.parameters())}
+    model = make_model(width)
+    method = METHODS[name]()
+    training = Training(iterations=12, batch_size=16, progress=False)
+    measured = {"parameters": sum(p.numel() for p in model.parameters())}
     for k in range(2):
         x = torch.randn(64, width)
-        allowed = allowed_classes("task", [[0, 1], [2, 3]], now=k)
-        task = Task((x, 2 * k + (x[:, 0] > 0).long()), id=k, allowed=allowed)
+        y = 2 * k + (x[:, 0] > 0).long()
+        allowed = allowed_classes("task", [[0, 1], [2, 3]], current_task=k)
+        task = Task((x, y), id=k, allowed=allowed)
+
         gc.collect()
         reset_peak_memory(torch.device("cpu"))
-        spent, last = [], time.perf_counter()
-        for _ in TaskTraining(model, method, task, Training(iterations=12, batch_size=16, progress=False), sgd).steps():
-            spent.append(time.perf_counter() - last)
-            last = time.perf_counter()
-        found["peak"] = peak_memory(torch.device("cpu"))
+        step_times = []
         last = time.perf_counter()
+        for _ in TaskTraining(model, method, task, training, sgd).steps():
+            step_times.append(time.perf_counter() - last)
+            last = time.perf_counter()
+        measured["peak"] = peak_memory(torch.device("cpu"))
+
+        start = time.perf_counter()
         method.end_task(model, task)
-        found |= {"step": median(spent[2:]), "end": (time.perf_counter() - last) / 64}
-        found["state"] = state_bytes(method.state_dict())
-    print(json.dumps(found))
+        measured["end"] = (time.perf_counter() - start) / 64
+        measured["step"] = median(step_times[2:])
+        measured["state"] = state_bytes(method.state_dict())
+    print(json.dumps(measured))
 
 
 def slope(points, key):
-    """Return the marginal cost of a parameter, between the smallest and the largest network."""
-    small, large = points[0], points[-1]
-    return (large[key] - small[key]) / (large["parameters"] - small["parameters"])
+    """Return the cost per parameter, between the smallest and the largest network."""
+    smallest = points[0]
+    largest = points[-1]
+    return (largest[key] - smallest[key]) / (largest["parameters"] - smallest["parameters"])
 
 
-def short(number):
-    """As people read it."""
+def format_number(number):
+    """Format a number with two significant digits or as an integer."""
     return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
 
 
 def main(names):
-    """A line per method."""
-    found = {}
+    """Measure every method at every width, and print both tables."""
+    points_by_method = {}
     for name in tqdm(["finetune", *(n for n in names if n != "finetune")], disable=None):
-        found[name] = []
+        points_by_method[name] = []
         for width in WIDTHS:
             command = [sys.executable, __file__, "--one", name, str(width)]
-            out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-            found[name].append(json.loads(out))
+            child = subprocess.run(command, capture_output=True, text=True, check=True)
+            points_by_method[name].append(json.loads(child.stdout))
         print(f"{name} is measured", file=sys.stderr, flush=True)
-    plain = found.pop("finetune")
-    print(
-        "| method | bytes kept | extra peak bytes | extra ns a step | step / baseline step | ns per example at end_task |"
-    )
-    print("|---|---|---|---|---|---|")
-    for name, points in found.items():
-        kept, peak = slope(points, "state"), slope(points, "peak") - slope(plain, "peak")
-        step, end = 1e9 * (slope(points, "step") - slope(plain, "step")), 1e9 * slope(points, "end")
-        times = points[-1]["step"] / plain[-1]["step"]
-        print(f"| {name} | {kept:.1f} | {peak:.1f} | {step:.1f} | {times:.2f} | {end:.2f} |")
+    baseline = points_by_method.pop("finetune")
+
+    print(f"| {' | '.join(COLUMNS)} |")
+    print(f"|{'---|' * len(COLUMNS)}")
+    for name, points in points_by_method.items():
+        stored = slope(points, "state")
+        peak = slope(points, "peak") - slope(baseline, "peak")
+        step = 1e9 * (slope(points, "step") - slope(baseline, "step"))
+        step_ratio = points[-1]["step"] / baseline[-1]["step"]
+        end = 1e9 * slope(points, "end")
+        print(f"| {name} | {stored:.1f} | {peak:.1f} | {step:.1f} | {step_ratio:.2f} | {end:.2f} |")
+
     print()
-    print(f"| method | {' | '.join(f'{b} billion' for b in BILLIONS)} |")
+    print(f"| method | {' | '.join(f'{billions} billion' for billions in BILLIONS)} |")
     print(f"|---|{'---|' * len(BILLIONS)}")
-    for name, points in found.items():
-        kept, step = slope(points, "state"), slope(points, "step") - slope(plain, "step")
-        cells = [f"{short(kept * b)} GB, {short(max(0.0, step * b * 1e9))} s" for b in BILLIONS]
+    for name, points in points_by_method.items():
+        stored = slope(points, "state")
+        step = slope(points, "step") - slope(baseline, "step")
+        cells = []
+        for billions in BILLIONS:
+            seconds = max(0.0, step * billions * 1e9)
+            cells.append(f"{format_number(stored * billions)} GB, {format_number(seconds)} s")
         print(f"| {name} | {' | '.join(cells)} |")
 
 

@@ -1,6 +1,6 @@
-"""Eight runs by one worker and by two: the time of the whole command, start-up included, as a ratio.
+"""Measure the time of eight runs with one worker and with two, including start-up, as a ratio.
 
-python benchmarks/workers.py [STEPS]   of every task of every run
+python benchmarks/workers.py [STEPS]   (steps of each task of each run)
 """
 
 import subprocess
@@ -9,37 +9,32 @@ import tempfile
 import time
 from statistics import median
 
-TURNS = 3
+NUM_ROUNDS = 3
 
 
-def seconds(workers, steps, folder):
-    """Two methods, four seeds, five tasks of digits."""
-    runs = [
-        "--stream",
-        "digits",
-        "--methods",
-        "finetune,ewc",
-        "--seeds",
-        "4",
-        "--hidden",
-        "400,400",
-        "--iterations",
-        steps,
-    ]
-    begun = time.perf_counter()
-    command = [sys.executable, "-m", "everlearn", "run", *runs, "--workers", str(workers), "--out", folder]
+def measure_command(num_workers, num_steps, folder):
+    """Return the seconds of a command with two methods, four seeds and five tasks of digits."""
+    options = ["--stream", "digits", "--methods", "finetune,ewc", "--seeds", "4"]
+    options += ["--hidden", "400,400", "--iterations", num_steps]
+    options += ["--workers", str(num_workers), "--out", folder]
+    command = [sys.executable, "-m", "everlearn", "run", *options]
+
+    start = time.perf_counter()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    return time.perf_counter() - begun
+    return time.perf_counter() - start
 
 
 def main():
-    """In turns, because machines are noisy."""
-    steps, ratios = (sys.argv[1:] or ["2000"])[0], []
-    for _ in range(TURNS):
-        with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as two:
-            alone, both = seconds(1, steps, one), seconds(2, steps, two)
-        ratios.append(both / alone)
-        print(f"one worker {alone:.1f} s, two {both:.1f} s: {ratios[-1]:.2f}", flush=True)
+    """Alternate between one and two workers, and print the ratios."""
+    num_steps = sys.argv[1] if len(sys.argv) > 1 else "2000"
+    ratios = []
+    for _ in range(NUM_ROUNDS):
+        with tempfile.TemporaryDirectory() as folder:
+            one_worker = measure_command(1, num_steps, folder)
+        with tempfile.TemporaryDirectory() as folder:
+            two_workers = measure_command(2, num_steps, folder)
+        ratios.append(two_workers / one_worker)
+        print(f"one worker {one_worker:.1f} s, two {two_workers:.1f} s: {ratios[-1]:.2f}", flush=True)
     print(f"median {median(ratios):.2f}")
 
 

@@ -60,7 +60,8 @@ def render_inline_math(translator, node):
 
 def render_math_block(translator, node):
     """Convert a displayed formula to MathML."""
-    translator.body.append(f'<div class="math">{to_mathml(node.astext(), "block")}</div>')
+    mathml = to_mathml(node.astext(), "block")
+    translator.body.append(f'<div class="math" style="margin: 1rem 0; overflow-x: auto">{mathml}</div>')
     raise SkipNode
 
 

@@ -10,10 +10,10 @@ task = streams.digits("class").joint()[0]
 model = nets.mlp(64, 10, hidden=(16,))
 train(model, Method(), task, epochs=5, batch_size=32)
 
-step = {n: torch.randn_like(p) for n, p in model.named_parameters()}
+direction = {name: torch.randn_like(p) for name, p in model.named_parameters()}
 forms = {structure: fisher(model, task, structure=structure) for structure in ("full", "kronecker", "diagonal")}
-for size in (1e-1, 1e-2, 1e-3):
-    delta = {n: size * v for n, v in step.items()}
+for scale in (1e-1, 1e-2, 1e-3):
+    delta = {name: scale * v for name, v in direction.items()}
     kl = predictive_kl(model, delta, task).item()
-    quadratic = {name: 0.5 * form.quad(delta).item() for name, form in forms.items()}
-    print(f"|δ| × {size:g}: KL {kl:.3g}, ½ δᵀFδ " + ", ".join(f"{name} {v:.3g}" for name, v in quadratic.items()))
+    quadratics = [f"{structure} {0.5 * form.quad(delta).item():.3g}" for structure, form in forms.items()]
+    print(f"|δ| × {scale:g}: KL {kl:.3g}, ½ δᵀFδ {', '.join(quadratics)}")

@@ -15,21 +15,22 @@ from everlearn.curvature import fisher, histogram
 from everlearn.optim import NaturalGradient
 
 
-def path(make, x, y, steps=25):
-    """The weights a descent visits on least squares."""
+def weight_path(make_optimizer, x, y, steps=25):
+    """Return the weights at every step of an optimizer on least squares."""
     model = nn.Linear(2, 1, bias=False)
     nn.init.zeros_(model.weight)
-    optimizer, visited = make(model), []
+    optimizer = make_optimizer(model)
+    weights = []
     for _ in range(steps):
-        visited.append(model.weight.detach().flatten().clone())
+        weights.append(model.weight.detach().flatten().clone())
         optimizer.zero_grad()
         Gaussian().loss(model(x), y).backward()
         optimizer.step()
-    return torch.stack(visited)
+    return torch.stack(weights)
 
 
-def contours(axis, x, y, reach=2.5):
-    """The loss of least squares around its minimum."""
+def draw_contours(axis, x, y, reach=2.5):
+    """Draw the loss of least squares around its minimum."""
     best = torch.linalg.lstsq(x, y).solution.flatten()
     grid = torch.linspace(-reach, reach, 80)
     points = torch.cartesian_prod(grid, grid) + best
@@ -44,7 +45,7 @@ def contours(axis, x, y, reach=2.5):
 
 
 def regression():
-    """Plain and natural gradient at two learning rates."""
+    """Draw gradient and natural gradient descent at two learning rates."""
     torch.manual_seed(0)
     x = torch.randn(200, 2) * torch.tensor([2.5, 0.2])
     y = x @ torch.tensor([[1.0], [-1.0]]) + 0.05 * torch.randn(200, 1)
@@ -55,9 +56,9 @@ def regression():
             "gradient": lambda m, lr=lr: torch.optim.SGD(m.parameters(), lr=lr),
             "natural gradient": lambda m, lr=lr: NaturalGradient(m, lr, "full", damping=0.0, likelihood=Gaussian()),
         }
-        for (name, make), mark in zip(makers.items(), ("o--", "s-"), strict=True):
-            distance = (path(make, x, y) - best).norm(dim=1)
-            axis.semilogy(distance.numpy(), mark, markersize=3, label=name)
+        for (name, make_optimizer), marker in zip(makers.items(), ("o--", "s-"), strict=True):
+            distance = (weight_path(make_optimizer, x, y) - best).norm(dim=1)
+            axis.semilogy(distance.numpy(), marker, markersize=3, label=name)
         axis.set_title(f"learning rate {lr}")
         axis.set_xlabel("step")
         axis.set_ylim(1e-6, 1e6)
@@ -67,18 +68,17 @@ def regression():
 
 
 def empirical():
-    """Gradient, natural gradient and the empirical Fisher's direction on least squares (Kunstner et al., 2019)."""
+    """Draw gradient, natural gradient and empirical Fisher directions on least squares (Kunstner et al., 2019)."""
     torch.manual_seed(1)
-    x = torch.stack(
-        [(0.75 * torch.randn(1000)).exp(), torch.ones(1000)], 1
-    )  # log-normal inputs and a constant, as they do
+    # Log-normal inputs and a constant, as in the paper.
+    x = torch.stack([(0.75 * torch.randn(1000)).exp(), torch.ones(1000)], 1)
     y = x @ torch.tensor([[2.0], [2.0]]) + torch.randn(1000, 1)
     figure = Figure(figsize=(9, 3.2), layout="constrained")
     best = torch.linalg.lstsq(x, y).solution.flatten()
     grid = torch.cartesian_prod(torch.linspace(-2.2, 2.2, 9), torch.linspace(-2.2, 2.2, 9)) + best
     titles = {"gradient": None, "Fisher: natural gradient": "exact", "empirical Fisher": "true"}
     for axis, (title, labels) in zip(figure.subplots(1, 3, sharey=True), titles.items(), strict=True):
-        contours(axis, x, y)
+        draw_contours(axis, x, y)
         arrows = []
         for w in grid:
             model = nn.Linear(2, 1, bias=False)
@@ -95,7 +95,7 @@ def empirical():
 
 
 def importances():
-    """Few parameters matter: the Fisher information of a trained network, per layer."""
+    """Draw the Fisher information of a trained network per layer: few parameters matter."""
     torch.manual_seed(0)
     task = streams.digits("class").joint()[0]
     model = nets.mlp(64, 10, hidden=(100, 100))
@@ -104,23 +104,27 @@ def importances():
 
 
 def many_tasks():
-    """Two hundred tasks: what a step takes and what is kept, as ``benchmarks/many_tasks.py`` has measured it."""
-    found = defaultdict(list)
+    """Draw the step time and the stored bytes over two hundred tasks, from ``benchmarks/many_tasks.py``."""
+    rows_by_method = defaultdict(list)
     with (Path(__file__).parent / "many_tasks.csv").open(encoding="utf-8") as file:
         for row in csv.DictReader(file):
-            found[row["method"]].append((int(row["task"]), float(row["step ms"]), float(row["state bytes"]) / 1e6))
+            megabytes = float(row["state bytes"]) / 1e6
+            rows_by_method[row["method"]].append((int(row["task"]), float(row["step ms"]), megabytes))
     figure = Figure(figsize=(9, 4.2), layout="constrained")
-    steps, kept = figure.subplots(1, 2)
-    for i, (name, rows) in enumerate(found.items()):
+    step_axis, state_axis = figure.subplots(1, 2)
+    for i, (name, rows) in enumerate(rows_by_method.items()):
         style = {"label": name, "color": f"C{i % 10}", "linestyle": ("-", "--", ":")[i // 10], "linewidth": 1.3}
         parts = [rows[k : k + 10] for k in range(0, len(rows), 10)]
-        steps.semilogy([part[-1][0] for part in parts], [median(r[1] for r in part) for part in parts], **style)
-        kept.semilogy([r[0] for r in rows], [r[2] or None for r in rows], **style)
-    steps.set_ylabel("milliseconds of a step")
-    kept.set_ylabel("MB kept by the method")
-    for axis in (steps, kept):
+        last_tasks = [part[-1][0] for part in parts]
+        median_steps = [median(step for _, step, _ in part) for part in parts]
+        step_axis.semilogy(last_tasks, median_steps, **style)
+        # A logarithmic axis has no zero.
+        state_axis.semilogy([task for task, _, _ in rows], [size or None for _, _, size in rows], **style)
+    step_axis.set_ylabel("milliseconds of a step")
+    state_axis.set_ylabel("MB kept by the method")
+    for axis in (step_axis, state_axis):
         axis.set_xlabel("tasks")
-    figure.legend(*steps.get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=8)
+    figure.legend(*step_axis.get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=8)
     return figure
 
 

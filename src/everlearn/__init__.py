@@ -1,4 +1,4 @@
-"""Everlearn: let a PyTorch model go on learning without forgetting."""
+"""Everlearn: continual learning for PyTorch models."""
 
 from everlearn import curvature, nets, optim, results, sources, streams, surgery
 from everlearn.core.batch import Batch

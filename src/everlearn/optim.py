@@ -1,7 +1,8 @@
-"""Natural gradient descent: steepest descent where distance is the change of the predicted distribution."""
+"""Natural gradient descent: steepest descent in the metric of the Fisher information."""
 
 from __future__ import annotations
 
+import math
 import warnings
 import weakref
 from collections.abc import Callable
@@ -22,34 +23,36 @@ from everlearn.runtime.randomness import derive
 
 
 class NaturalGradient(Optimizer):
-    """Steps along the natural gradient (Amari, 1998; with Kronecker factors Martens & Grosse, 2015):
+    """Natural gradient descent (Amari, 1998; with Kronecker factors Martens & Grosse, 2015).
 
         θ ← θ - lr · v,   v = (F + damping · I)⁻¹ g
 
-    with F the Fisher information at θ on the inputs of the last forward pass, labels from the model, averaged over steps
-    as F ← decay · F + (1 - decay) · F_now (F_now alone at first). Momentum is that of the natural gradient.
+    F is the Fisher information at θ on the inputs of the last forward pass, with labels from the model. It is averaged
+    over steps as F ← decay · F + (1 - decay) · F_batch, starting from F_batch. Momentum averages the natural gradient.
 
-    F is always taken in evaluation mode, g is what ``backward()`` left. In training mode dropout is another model in every pass
-    and BatchNorm mixes the examples of a batch, so that none has a gradient of its own. With such layers in training mode F and
-    g are those of two models; a warning says so once. Put these layers into evaluation mode to step on one.
+    F is always estimated in evaluation mode, while g is the gradient of ``backward()``. In training mode, dropout gives
+    a different model in every pass, and BatchNorm mixes the examples of a batch, so that no example has a gradient of
+    its own. With such layers in training mode, F and g belong to different models, and a warning is given once. Put
+    these layers into evaluation mode to avoid it.
 
     Args:
-        model: whose trainable parameters are stepped; its inputs are noted by a hook, so call ``model(x)`` itself.
-        lr: the step along the natural gradient; 1 is Newton's step where the Fisher information is the Hessian.
-        structure: "diagonal" (no square root: that would be Adam's relative), "kronecker" per layer, or "full", which is
-            exact and chooses by itself the smaller of parameter and sample space.
-        damping: added to F.
-        momentum: of the natural gradient.
-        decay: of the running average of F; 0 uses the last batch alone.
+        model: model whose trainable parameters are updated. A hook records its inputs, so call ``model(x)`` itself.
+        lr: learning rate; 1 is Newton's step if the Fisher information is the Hessian.
+        structure: "diagonal" (without Adam's square root), "kronecker" per layer, or "full", which is exact and works
+            in the smaller of parameter and sample space.
+        damping: added to the diagonal of F.
+        momentum: momentum of the natural gradient.
+        decay: decay of the running average of F; 0 uses the last batch only.
         update_every: steps between two estimates of F.
-        kl_clip: bound on lr² vᵀg, twice the KL divergence a step causes, before momentum; None for none.
-        labels: how F is estimated, as in ``curvature.fisher``; over all outputs, since tasks are not known here.
-        likelihood: what the outputs mean; classes by default.
-        factored: damp the two Kronecker factors apart instead of exactly in their eigenbasis.
+        kl_clip: bound on lr² vᵀg, twice the KL divergence of a step, before momentum; None for no bound.
+        labels: how F is estimated, as in ``curvature.fisher``; over all outputs, because tasks are not known here.
+        likelihood: distribution of the outputs; categorical by default.
+        factored: damp the two Kronecker factors separately instead of exactly in their eigenbasis.
 
     >>> from everlearn import Gaussian
     >>> model = nn.Linear(2, 1, bias=False)
-    >>> x, y = torch.tensor([[1.0, 0.0], [0.0, 3.0]]), torch.tensor([[2.0], [3.0]])
+    >>> x = torch.tensor([[1.0, 0.0], [0.0, 3.0]])
+    >>> y = torch.tensor([[2.0], [3.0]])
     >>> optimizer = NaturalGradient(model, lr=1.0, structure="full", damping=0.0, likelihood=Gaussian())
     >>> loss = Gaussian().loss(model(x), y)
     >>> loss.backward()
@@ -76,8 +79,8 @@ class NaturalGradient(Optimizer):
             raise TypeError("NaturalGradient takes the model, not its parameters: NaturalGradient(model, lr=…).")
         if lr <= 0 or damping < 0 or not 0 <= momentum < 1 or not 0 <= decay < 1 or update_every < 1:
             raise ValueError(
-                "NaturalGradient needs lr > 0, damping >= 0, momentum and decay from 0 to below 1, update_every >= 1; got "
-                f"lr={lr}, damping={damping}, momentum={momentum}, decay={decay}, update_every={update_every}."
+                "NaturalGradient needs lr > 0, damping >= 0, momentum and decay from 0 to below 1, update_every >= 1; "
+                f"got lr={lr}, damping={damping}, momentum={momentum}, decay={decay}, update_every={update_every}."
             )
         if labels == "true":
             raise ValueError(
@@ -85,100 +88,117 @@ class NaturalGradient(Optimizer):
             )
         if kl_clip is not None and kl_clip <= 0:
             raise ValueError(f"kl_clip must be above 0 or None, got {kl_clip}.")
-        self._named = trainable_parameters(model)
-        super().__init__(list(self._named.values()), {"lr": lr, "damping": damping, "momentum": momentum})
-        self.decay, self.update_every, self.kl_clip, self.structure = decay, update_every, kl_clip, structure
-        self.manner: SolveMethod = "factored" if factored else "eigenbasis"
+
+        self._parameters = trainable_parameters(model)
+        super().__init__(list(self._parameters.values()), {"lr": lr, "damping": damping, "momentum": momentum})
+        self.decay = decay
+        self.update_every = update_every
+        self.kl_clip = kl_clip
+        self.structure = structure
+        self.solve_method: SolveMethod = "factored" if factored else "eigenbasis"
         self.curvature: Form | None = None
         self.steps = 0
-        self._estimate = FisherEstimator(model, labels, structure, likelihood)
-        self._inputs: Any = None
-        self._estimating = False
-        self._two_faced = {name: m for name, m in unwrap(model).named_modules() if _has_two_modes(m)}
-        self._hook = unwrap(model).register_forward_pre_hook(_Noting(weakref.ref(self)), with_kwargs=True)
+        self._estimate_fisher = FisherEstimator(model, labels, structure, likelihood)
+        self._inputs: list[Any] | None = None
+        self._is_estimating = False
+        self._mode_dependent = {name: m for name, m in unwrap(model).named_modules() if _depends_on_mode(m)}
+        self._hook = unwrap(model).register_forward_pre_hook(_InputRecorder(weakref.ref(self)), with_kwargs=True)
         weakref.finalize(self, self._hook.remove)
 
-    def note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Remember the inputs of a forward pass that may lead to a step."""
-        if torch.is_grad_enabled() and not self._estimating and module is self._estimate.engine.model:
-            self._inputs = [*args, *kwargs.values()]
-            if training := [name for name, m in self._two_faced.items() if m.training]:
-                self._two_faced = {}  # said once
-                _warn_of_two_modes(training)
+    def record_inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Record the inputs of a forward pass that may lead to a step."""
+        is_own_model = module is self._estimate_fisher.engine.model
+        if not torch.is_grad_enabled() or self._is_estimating or not is_own_model:
+            return
+        self._inputs = [*args, *kwargs.values()]
+        training_layers = [name for name, m in self._mode_dependent.items() if m.training]
+        if training_layers:
+            self._mode_dependent = {}  # warn once
+            _warn_of_training_mode(training_layers)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NaturalGradient:
-        raise TypeError("NaturalGradient belongs to its model: make one for the copied model and load the state_dict.")
+        raise TypeError(
+            "NaturalGradient belongs to its model: create one for the copied model and load the state_dict."
+        )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step all parameters that have a gradient."""
+        """Update all parameters that have a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         group = self.param_groups[0]
-        gradients = {n: p.grad for n, p in self._named.items() if p.grad is not None}
-        self._update(gradients)
-        direction = self._direction(gradients, group["damping"])
-        scale = self._trust(gradients, direction, group["lr"])
-        for name, v in direction.items():
-            p = self._named[name]
+        gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+        self._update_curvature()
+        natural_gradient = self._solve(gradients, group["damping"])
+        scale = self._clip_factor(gradients, natural_gradient, group["lr"])
+        for name, v in natural_gradient.items():
+            p = self._parameters[name]
             if group["momentum"]:
                 buffer = self.state[p].setdefault("momentum", torch.zeros_like(p))
-                v = buffer.mul_(group["momentum"]).add_(v, alpha=scale)
-                p.add_(v, alpha=-group["lr"])
+                buffer.mul_(group["momentum"]).add_(v, alpha=scale)
+                p.add_(buffer, alpha=-group["lr"])
             else:
                 p.add_(v, alpha=-group["lr"] * scale)
         self.steps += 1
-        self._inputs = None  # the next step must not be taken with these
+        self._inputs = None  # the next step needs a new forward pass
         return loss
 
     def detach(self) -> None:
-        """Take the hook off the model."""
+        """Remove the hook from the model."""
         self._hook.remove()
 
-    def _update(self, gradients: Params) -> None:
+    def _update_curvature(self) -> None:
+        """Estimate F on the last inputs and add it to the running average."""
         if self.curvature is not None and self.steps % self.update_every:
             return
         if self._inputs is None:
             raise RuntimeError(
-                "NaturalGradient has seen no forward pass since the last step: call model(x) with gradients before step()."
+                "NaturalGradient has seen no forward pass since the last step: call model(x) with gradients enabled "
+                "before step()."
             )
         if len(self._inputs) != 1:
             raise TypeError(
                 f"NaturalGradient works with models called with one argument, this one got {len(self._inputs)}."
             )
-        self._estimating = True
-        try:
-            now: Any = self._estimate(Arrays(self._inputs[0]), seed=derive(0, self.steps))
-        finally:
-            self._estimating = False
-        if self.curvature is None or not self.decay:
-            self._say_what_falls_back(now)
-            self.curvature = now
-        elif isinstance(now, Kronecker) and isinstance(self.curvature, Kronecker):
-            self.curvature = self.curvature.average_with(now, self.decay)
-        else:
-            self.curvature = self.curvature * self.decay + now * (1 - self.decay)
 
-    def _direction(self, gradients: Params, damping: float) -> Params:
+        self._is_estimating = True
+        try:
+            batch_curvature: Any = self._estimate_fisher(Arrays(self._inputs[0]), seed=derive(0, self.steps))
+        finally:
+            self._is_estimating = False
+
+        if self.curvature is None or not self.decay:
+            self._warn_of_diagonal_fallback(batch_curvature)
+            self.curvature = batch_curvature
+        elif isinstance(batch_curvature, Kronecker) and isinstance(self.curvature, Kronecker):
+            self.curvature = self.curvature.average_with(batch_curvature, self.decay)
+        else:
+            self.curvature = self.curvature * self.decay + batch_curvature * (1 - self.decay)
+
+    def _solve(self, gradients: Params, damping: float) -> Params:
+        """Compute v = (F + damping · I)⁻¹ g."""
         assert self.curvature is not None
         if isinstance(self.curvature, Kronecker):
-            return self.curvature.solve(gradients, damping, self.manner)
+            return self.curvature.solve(gradients, damping, self.solve_method)
         if isinstance(self.curvature, Full):
-            whole = {n: gradients.get(n, torch.zeros_like(p)) for n, p in self._named.items()}
-            solved = self.curvature.solve(whole, damping)
-            return {n: solved[n] for n in gradients}
+            # The full matrix couples all parameters, so missing gradients count as zero.
+            all_gradients = {name: gradients.get(name, torch.zeros_like(p)) for name, p in self._parameters.items()}
+            solution = self.curvature.solve(all_gradients, damping)
+            return {name: solution[name] for name in gradients}
         return self.curvature.solve(gradients, damping)
 
-    def _trust(self, gradients: Params, direction: Params, lr: float) -> float:
-        """min(1, √(kl_clip / (lr² vᵀg)))."""
+    def _clip_factor(self, gradients: Params, natural_gradient: Params, lr: float) -> float:
+        """Compute min(1, √(kl_clip / (lr² vᵀg)))."""
         if self.kl_clip is None:
             return 1.0
-        change = lr**2 * sum(float((direction[n] * g).sum()) for n, g in gradients.items())
-        return min(1.0, (self.kl_clip / change) ** 0.5) if change > 0 else 1.0
+        twice_kl = lr**2 * sum(float((natural_gradient[name] * g).sum()) for name, g in gradients.items())
+        if twice_kl <= 0:
+            return 1.0
+        return min(1.0, math.sqrt(self.kl_clip / twice_kl))
 
-    def _say_what_falls_back(self, form: Form) -> None:
+    def _warn_of_diagonal_fallback(self, form: Form) -> None:
         if isinstance(form, Kronecker) and form.rest.values and self.curvature is None:
             warnings.warn(
                 f"No Kronecker factors for {', '.join(form.rest.values)}: these parameters get the diagonal.",
@@ -186,53 +206,58 @@ class NaturalGradient(Optimizer):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Torch's, with the curvature and the number of steps."""
-        held = None if self.curvature is None else self.curvature.state_dict()
-        return {**super().state_dict(), "curvature": held, "steps": self.steps, "structure": self.structure}
+        """Return torch's state with the curvature and the number of steps."""
+        curvature = None if self.curvature is None else self.curvature.state_dict()
+        return {**super().state_dict(), "curvature": curvature, "steps": self.steps, "structure": self.structure}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where the state was taken, by an optimizer made with the same arguments."""
+        """Load the state of an optimizer created with the same arguments."""
         state = dict(state_dict)
-        if (structure := state.pop("structure")) != self.structure:
+        structure = state.pop("structure")
+        if structure != self.structure:
             raise ValueError(
-                f"This state has structure={structure!r}, this optimizer {self.structure!r}: make it alike."
+                f"This state has structure={structure!r}, this optimizer {self.structure!r}: use the same structure."
             )
-        held, self.steps = state.pop("curvature"), state.pop("steps")
+        curvature = state.pop("curvature")
+        self.steps = state.pop("steps")
         super().load_state_dict(state)
-        if held is None:
-            self.curvature = None
-        else:
+        self.curvature = None
+        if curvature is not None:
             self.curvature = FORMS[self.structure]()
-            self.curvature.load_state_dict(held)
+            self.curvature.load_state_dict(curvature)
 
 
-def _has_two_modes(module: nn.Module) -> bool:
-    """Whether a layer of torch does something else in training mode."""
+def _depends_on_mode(module: nn.Module) -> bool:
+    """Whether a layer of torch behaves differently in training mode."""
     if isinstance(module, (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd)):
         return bool(getattr(module, "p", getattr(module, "track_running_stats", False)))
-    share = getattr(module, "dropout", 0.0)  # of attention and recurrent layers
-    return isinstance(share, float) and share > 0
+    dropout = getattr(module, "dropout", 0.0)  # of attention and recurrent layers
+    return isinstance(dropout, float) and dropout > 0
 
 
-def _warn_of_two_modes(names: list[str]) -> None:
-    some = ", ".join([*names[:3], *(["…"] if len(names) > 3 else [])])
+def _warn_of_training_mode(names: list[str]) -> None:
+    layers = ", ".join(names[:3])
+    if len(names) > 3:
+        layers += ", …"
     warnings.warn(
-        f"NaturalGradient takes F in evaluation mode, and these gradients come from training mode, in which {some} (dropout or "
-        "running statistics) does something else: F is that of another model than g. Put these layers into evaluation mode "
-        "before the forward pass, model.eval() for all of them, or take the step as an approximation.",
+        "NaturalGradient estimates F in evaluation mode, but these gradients come from training mode, in which "
+        f"{layers} (dropout or running statistics) behaves differently: F and g belong to different models. Put these "
+        "layers into evaluation mode before the forward pass, model.eval() for all of them, or accept the step as an "
+        "approximation.",
         stacklevel=2,
     )
 
 
-class _Noting:
-    """A hook that does not keep the optimizer alive, and that is forgotten when the model is pickled."""
+class _InputRecorder:
+    """Forward pre-hook with a weak reference to the optimizer, which is dropped when the model is pickled."""
 
     def __init__(self, optimizer: weakref.ref[NaturalGradient] | None = None) -> None:
         self.optimizer = optimizer
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.optimizer is not None and (alive := self.optimizer()) is not None:
-            alive.note(module, args, kwargs)
+        optimizer = None if self.optimizer is None else self.optimizer()
+        if optimizer is not None:
+            optimizer.record_inputs(module, args, kwargs)
 
-    def __reduce__(self) -> tuple[type[_Noting], tuple[()]]:
-        return _Noting, ()
+    def __reduce__(self) -> tuple[type[_InputRecorder], tuple[()]]:
+        return _InputRecorder, ()

@@ -1,13 +1,24 @@
-"""Fabric's and Accelerate's steps are the README's, with a method attached."""
+"""Fabric and Accelerate give the weights of the README's loop, with a method attached."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from everlearn import Batch
-from tests.core.test_attachment import METHODS, learn_ours, net, optimizer_of, tasks, weights, whole  # noqa: F401 - a fixture
+from tests.core.test_attachment import (  # noqa: F401 - tasks is a fixture
+    METHODS,
+    learn_ours,
+    net,
+    optimizer_of,
+    tasks,
+    weights,
+    whole,
+)
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.enable_socket]  # their own; a free port
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.enable_socket,
+]  # warnings of the hosts; they open a port
 
 
 def fabric():
@@ -22,9 +33,10 @@ def accelerate():
 
 @pytest.mark.parametrize("host", [fabric, accelerate])
 @pytest.mark.parametrize("name", ["ewc", "si", "lwf", "er", "agem", "packnet"])
-def test_hosts_and_the_loop_of_the_readme_end_alike(name, host, tasks):  # noqa: F811
+def test_hosts_equal_the_loop_of_the_readme(name, host, tasks):  # noqa: F811
     setup, backward = host()
-    method, model = METHODS[name](), net()
+    method = METHODS[name]()
+    model = net()
     for task in tasks:
         method.begin_task(model, whole(task))
         wrapped, optimizer = setup(model, optimizer_of(model, method))

@@ -1,4 +1,4 @@
-"""The same batches through Lightning's Trainer and through our own loop give equal weights."""
+"""Lightning's Trainer and a plain training loop give equal weights on the same batches."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ from everlearn.core.task import as_task
 
 L = pytest.importorskip("lightning.pytorch")
 pytestmark = [
-    pytest.mark.filterwarnings("ignore"),  # Lightning's own: about workers, loggers and deprecations of torch
+    pytest.mark.filterwarnings("ignore"),  # warnings of Lightning about workers, loggers and torch
     pytest.mark.enable_socket,
 ]
 METHODS = {
@@ -71,8 +71,11 @@ def adam(parameters):
 @pytest.fixture
 def tasks():
     (x, y), _ = streams.digits_data()
-    pairs = [(x[(y == 2 * k) | (y == 2 * k + 1)][:96], y[(y == 2 * k) | (y == 2 * k + 1)][:96] % 2) for k in range(2)]
-    return [DataLoader(TensorDataset(*pair), 32) for pair in pairs]
+    loaders = []
+    for k in range(2):
+        selected = (y == 2 * k) | (y == 2 * k + 1)
+        loaders.append(DataLoader(TensorDataset(x[selected][:96], y[selected][:96] % 2), 32))
+    return loaders
 
 
 def trainer(callback, **settings):
@@ -82,7 +85,7 @@ def trainer(callback, **settings):
     )  # fmt: skip
 
 
-def ours(method, tasks, model, clip=1e9):
+def train_with_loop(method, tasks, model, clip=1e9):
     for task in tasks:
         planned = as_task(task)
         planned.steps = 2 * len(task)
@@ -106,69 +109,77 @@ def weights(model):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_lightning_and_our_loop_end_alike(name, tasks):
+def test_lightning_equals_a_plain_loop(name, tasks):
     from everlearn.integrations.lightning import Continual
 
-    method, module = METHODS[name](), Module()
+    method = METHODS[name]()
+    module = Module()
     for task in tasks:
         trainer(Continual(method)).fit(module, task)
-    torch.testing.assert_close(weights(module), ours(METHODS[name](), tasks, Module()), rtol=1e-4, atol=1e-6)
+    expected = train_with_loop(METHODS[name](), tasks, Module())
+    torch.testing.assert_close(weights(module), expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["ewc", "si", "lwf", "er", "hat"])
-def test_lightning_clips_the_whole_loss(name, tasks):
+def test_lightning_clips_the_gradient_of_the_total_loss(name, tasks):
     from everlearn.integrations.lightning import Continual
 
-    method, module = METHODS[name](), Module()
+    method = METHODS[name]()
+    module = Module()
     for task in tasks:
         trainer(Continual(method), gradient_clip_val=0.01).fit(module, task)
-    torch.testing.assert_close(weights(module), ours(METHODS[name](), tasks, Module(), 0.01), rtol=1e-4, atol=1e-6)
+    expected = train_with_loop(METHODS[name](), tasks, Module(), 0.01)
+    torch.testing.assert_close(weights(module), expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["ewc", "si", "lwf"])
-def test_accumulation_makes_the_steps_of_whole_batches(name, tasks):
+def test_accumulated_micro_batches_equal_full_batches(name, tasks):
     from everlearn.integrations.lightning import Continual
 
     halves = [DataLoader(task.dataset, 16) for task in tasks]
-    method, module = METHODS[name](), Module()
+    method = METHODS[name]()
+    module = Module()
     for task in halves:
         trainer(Continual(method), accumulate_grad_batches=2).fit(module, task)
-    torch.testing.assert_close(weights(module), ours(METHODS[name](), tasks, Module()), rtol=1e-4, atol=1e-6)
+    expected = train_with_loop(METHODS[name](), tasks, Module())
+    torch.testing.assert_close(weights(module), expected, rtol=1e-4, atol=1e-6)
 
 
-class Plain(Module):
-    """By an optimizer that minds how large a gradient is."""
+class SGDModule(Module):
+    """Module with an optimizer that depends on the scale of the gradients."""
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 @pytest.mark.parametrize("name", ["er", "der", "lwf"])
-def test_a_window_that_is_not_full_is_a_part_of_a_step(name, tasks):
-    """Lightning divides the last, shorter window by all that would fit in; replay is divided alike."""
+def test_an_incomplete_accumulation_window_is_scaled_like_lightning_does(name, tasks):
+    """Lightning divides the last, shorter window by the full number of micro-batches, and so is replay."""
     from everlearn.integrations.lightning import Continual
 
-    method, module = METHODS[name](), Plain()
+    method = METHODS[name]()
+    module = SGDModule()
     for task in tasks:
         trainer(Continual(method), accumulate_grad_batches=2).fit(module, task)
-    other, model = METHODS[name](), Plain()
+    expected_method = METHODS[name]()
+    model = SGDModule()
     for task in tasks:
-        other.begin_task(model, as_task(task))
+        expected_method.begin_task(model, as_task(task))
         optimizer = model.configure_optimizers()
         for epoch in range(2):
             for i, (x, y) in enumerate(task):
-                (other.loss(model, Batch(x, y, epoch=epoch)) / 2).backward()
+                (expected_method.loss(model, Batch(x, y, epoch=epoch)) / 2).backward()
                 if i in (1, 2):
-                    other.before_step(model)
+                    expected_method.before_step(model)
                     optimizer.step()
-                    other.after_step(model)
+                    expected_method.after_step(model)
                     optimizer.zero_grad()
-        other.end_task(model, as_task(task))
+        expected_method.end_task(model, as_task(task))
     torch.testing.assert_close(weights(module), weights(model), rtol=1e-4, atol=1e-6)
 
 
-def test_importances_are_of_what_the_module_gets(tasks):
-    """Batches that are changed on their way to the device."""
+def test_importances_use_the_transferred_batches(tasks):
+    """Batches may be changed by the hooks of the transfer to the device."""
     from everlearn.integrations.lightning import Continual
 
     class Changing(Module):
@@ -177,60 +188,67 @@ def test_importances_are_of_what_the_module_gets(tasks):
 
     changed = DataLoader(TensorDataset(tasks[0].dataset.tensors[0] / 100, tasks[0].dataset.tensors[1]), 32)
     methods = []
-    for kind, task in ((Changing, tasks[0]), (Module, changed)):
+    for module_class, task in ((Changing, tasks[0]), (Module, changed)):
         methods.append(EWC(50.0))
-        trainer(Continual(methods[-1])).fit(kind(), task)
-    one, two = (m.quadratic.form.values for m in methods)
-    assert one.keys() == two.keys()
-    for name in one:
-        torch.testing.assert_close(one[name], two[name], rtol=1e-4, atol=1e-9)
+        trainer(Continual(methods[-1])).fit(module_class(), task)
+    actual, expected = (method.quadratic.form.values for method in methods)
+    assert actual.keys() == expected.keys()
+    for name in actual:
+        torch.testing.assert_close(actual[name], expected[name], rtol=1e-4, atol=1e-9)
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
 @pytest.mark.parametrize("name", ["ewc", "mas", "lwf", "er"])
-def test_other_precisions_are_near(name, precision, tasks):
+def test_other_precisions_are_close(name, precision, tasks):
     from everlearn.integrations.lightning import Continual
 
-    ends = []
-    for kind in ("32-true", precision):
-        method, module = METHODS[name](), Plain()
+    final_weights = []
+    for setting in ("32-true", precision):
+        method = METHODS[name]()
+        module = SGDModule()
         for task in tasks:
-            trainer(Continual(method), precision=kind).fit(module, task)
-        ends.append(weights(module).double())
-    moved = (ends[0] - weights(Plain()).double()).norm()
-    assert 0 < (ends[1] - ends[0]).norm() < 0.1 * moved
+            trainer(Continual(method), precision=setting).fit(module, task)
+        final_weights.append(weights(module).double())
+    distance = (final_weights[0] - weights(SGDModule()).double()).norm()
+    assert 0 < (final_weights[1] - final_weights[0]).norm() < 0.1 * distance
 
 
-def test_a_task_s_likelihood_is_that_of_every_step(tasks):
+def test_the_likelihood_of_the_task_is_used_in_every_step(tasks):
     from everlearn.integrations.lightning import Continual
 
-    class Numbers(Plain):
+    class Regression(SGDModule):
         def training_step(self, batch, index):
             return Gaussian().loss(self(batch[0]), batch[1])
 
-    numbers = [DataLoader(TensorDataset(x, F.one_hot(y, 2).float()), 32) for x, y in (t.dataset.tensors for t in tasks)]
-    ends = []
-    for in_task in (True, False):
-        method, module = LwF(5.0), Numbers()
-        for task in numbers:
-            told = (Task(task, likelihood=Gaussian()), None) if in_task else (None, Gaussian())
-            trainer(Continual(method, told[0], likelihood=told[1])).fit(module, task)
-        ends.append(weights(module))
-    assert torch.equal(*ends)
+    pairs = [task.dataset.tensors for task in tasks]
+    loaders = [DataLoader(TensorDataset(x, F.one_hot(y, 2).float()), 32) for x, y in pairs]
+    final_weights = []
+    for is_in_task in (True, False):
+        method = LwF(5.0)
+        module = Regression()
+        for loader in loaders:
+            if is_in_task:
+                callback = Continual(method, Task(loader, likelihood=Gaussian()))
+            else:
+                callback = Continual(method, likelihood=Gaussian())
+            trainer(callback).fit(module, loader)
+        final_weights.append(weights(module))
+    assert torch.equal(*final_weights)
 
 
-def test_a_submodule_can_be_meant(tasks):
+def test_a_submodule_can_be_named(tasks):
     from everlearn.integrations.lightning import Continual
 
-    method, module = EWC(50.0), Module()
+    method = EWC(50.0)
+    module = Module()
     for task in tasks:
         trainer(Continual(method, model="net")).fit(module, task)
     assert all(name[0].isdigit() for name in method.quadratic.anchor)
-    torch.testing.assert_close(weights(module), ours(EWC(50.0), tasks, Module()), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(weights(module), train_with_loop(EWC(50.0), tasks, Module()), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["ewc", "si", "der", "lwf", "packnet", "hat", "generative"])
-def test_a_fit_resumed_from_a_checkpoint_ends_where_one_in_a_row_does(name, tasks, tmp_path):
+def test_a_resumed_fit_equals_an_uninterrupted_one(name, tasks, tmp_path):
     from everlearn.integrations.lightning import Continual
 
     class Stop(L.Callback):
@@ -238,31 +256,37 @@ def test_a_fit_resumed_from_a_checkpoint_ends_where_one_in_a_row_does(name, task
             trainer.save_checkpoint(tmp_path / "half.ckpt")
             raise KeyboardInterrupt
 
-    whole = ours(METHODS[name](), tasks, Module())
-    method, module = METHODS[name](), Module()
+    expected = train_with_loop(METHODS[name](), tasks, Module())
+    method = METHODS[name]()
+    module = Module()
     trainer(Continual(method)).fit(module, tasks[0])
     stopped = trainer(Continual(method))
     stopped.callbacks.append(Stop())
     with pytest.raises((KeyboardInterrupt, SystemExit)):
         stopped.fit(module, tasks[1])
-    fresh, again = METHODS[name](), Module()  # another process: all it knows is in the checkpoint
-    trainer(Continual(fresh)).fit(again, tasks[1], ckpt_path=tmp_path / "half.ckpt", weights_only=False)
-    torch.testing.assert_close(weights(again), whole, rtol=1e-4, atol=1e-6)
+    # As in a new process, everything comes from the checkpoint.
+    resumed_method = METHODS[name]()
+    resumed_module = Module()
+    trainer(Continual(resumed_method)).fit(
+        resumed_module, tasks[1], ckpt_path=tmp_path / "half.ckpt", weights_only=False
+    )
+    torch.testing.assert_close(weights(resumed_module), expected, rtol=1e-4, atol=1e-6)
 
 
-def test_a_fit_that_failed_early_leaves_the_module_as_it_was(tasks):
+def test_a_fit_that_fails_early_restores_the_module(tasks):
     from everlearn.integrations.lightning import Continual
 
-    class Once(Module):
+    class FailsOnce(Module):
         failed = False
 
         def setup(self, stage):
-            if not Once.failed:
-                Once.failed = True
-                raise RuntimeError("no room")
+            if not FailsOnce.failed:
+                FailsOnce.failed = True
+                raise RuntimeError("out of memory")
 
-    module, method = Once(), EWC()
-    with pytest.raises(RuntimeError, match="no room"):
+    module = FailsOnce()
+    method = EWC()
+    with pytest.raises(RuntimeError, match="out of memory"):
         trainer(Continual(method)).fit(module, tasks[0])
     assert "configure_optimizers" not in vars(module)
     trainer(Continual(method)).fit(module, tasks[0])
@@ -272,11 +296,11 @@ def test_a_fit_that_failed_early_leaves_the_module_as_it_was(tasks):
 def test_two_optimizers_are_refused(tasks):
     from everlearn.integrations.lightning import Continual
 
-    class Two(Module):
+    class TwoOptimizers(Module):
         automatic_optimization = False
 
         def configure_optimizers(self):
             return [adam(self.parameters()), adam(self.parameters())]
 
-    with pytest.raises(ValueError, match="one optimizer"):
-        trainer(Continual(EWC())).fit(Two(), tasks[0])
+    with pytest.raises(ValueError, match="exactly one optimizer"):
+        trainer(Continual(EWC())).fit(TwoOptimizers(), tasks[0])

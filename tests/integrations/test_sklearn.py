@@ -1,4 +1,4 @@
-"""The classifier with the words of scikit-learn: equal to the trainer, at home in scikit-learn, clear where something is wrong."""
+"""ContinualClassifier: equal to the trainer, compatible with scikit-learn, with clear error messages."""
 
 import copy
 import pickle
@@ -21,18 +21,18 @@ def small(inputs, outputs):
     return nets.mlp(inputs, outputs, hidden=(24,))
 
 
-def shaky(inputs, outputs):
+def with_dropout(inputs, outputs):
     return nn.Sequential(nn.Linear(*inputs, 24), nn.BatchNorm1d(24), nn.Dropout(0.2), nn.ReLU(), nn.Linear(24, outputs))
 
 
-def quick(parameters):
+def fast_adam(parameters):
     return torch.optim.Adam(parameters, lr=0.02)
 
 
-def digits(*classes, some=120):
+def digits(*classes, limit=120):
     x, y = streams.digits_data()[0]
-    own = torch.isin(y, torch.tensor(classes))
-    return x[own].flatten(1)[:some].numpy(), y[own][:some].numpy()
+    selected = torch.isin(y, torch.tensor(classes))
+    return x[selected].flatten(1)[:limit].numpy(), y[selected][:limit].numpy()
 
 
 def weights(model):
@@ -43,10 +43,11 @@ def classifier(method=None, **options):
     return ContinualClassifier(**{"model": small, "method": method, "epochs": 2, "batch_size": 16, **options})
 
 
-@pytest.mark.parametrize("make", [small, shaky])
+@pytest.mark.parametrize("make", [small, with_dropout])
 @pytest.mark.parametrize("name", METHODS)
-def test_it_is_the_trainer(name, make):
-    parts, classes = [digits(0, 1), digits(2, 3), digits(0, 3)], [0, 1, 2, 3]
+def test_training_equals_the_trainer(name, make):
+    parts = [digits(0, 1), digits(2, 3), digits(0, 3)]
+    classes = [0, 1, 2, 3]
     ours = classifier(METHODS[name](), model=make)
     for x, y in parts:
         ours.partial_fit(x, y, classes=classes)
@@ -62,33 +63,33 @@ def test_it_is_the_trainer(name, make):
 
 
 @pytest.mark.parametrize("name", ["ewc", "er", "packnet"])
-def test_with_numbered_tasks_it_is_the_task_incremental_trainer(name):
-    parts, table = [digits(0, 1), digits(2, 3)], allowed_classes("task", [[0, 1], [2, 3]], 0)
+def test_numbered_tasks_equal_the_task_incremental_trainer(name):
+    parts = [digits(0, 1), digits(2, 3)]
+    allowed = allowed_classes("task", [[0, 1], [2, 3]], 0)
     ours = classifier(METHODS[name]())
     for task, (x, y) in enumerate(parts):
         ours.partial_fit(x, y, task, classes=range(4))
     with seeded(derive(0, "model")):
         model = small((64,), 4)
     method = METHODS[name]()
-    for task, (x, y) in enumerate(parts):
-        with seeded(derive(0, "partial_fit", task + 1)):
-            own = Task((x, y), id=task, allowed=table if task else table[:1, :2], known_at_test=True)
-            everlearn.train(model, method, own, epochs=2, batch_size=16)
+    for number, (x, y) in enumerate(parts):
+        with seeded(derive(0, "partial_fit", number + 1)):
+            task = Task((x, y), id=number, allowed=allowed if number else allowed[:1, :2], known_at_test=True)
+            everlearn.train(model, method, task, epochs=2, batch_size=16)
     assert torch.equal(weights(ours.model_), weights(model))
     for task, (x, y) in enumerate(parts):
         assert set(ours.predict(x, task)) <= {2 * task, 2 * task + 1}
         assert ours.predict_proba(x, task)[:, [2 - 2 * task, 3 - 2 * task]].max() == 0
-        exam = Task(test=(x, y), id=task, allowed=table, known_at_test=True)
-        assert ours.score(x, y, task=task) == pytest.approx(everlearn.evaluate(model, method, [exam])[0])
-    both, y = (np.concatenate(p) for p in zip(*parts, strict=True))
-    of = np.repeat([0, 1], [len(parts[0][1]), len(parts[1][1])])
-    assert np.array_equal(
-        ours.predict(both, of), np.concatenate([ours.predict(x, t) for t, (x, _) in enumerate(parts)])
-    )
-    assert ours.predict(both).shape == y.shape, "where the task is not known all classes compete"
+        test_task = Task(test=(x, y), id=task, allowed=allowed, known_at_test=True)
+        assert ours.score(x, y, task=task) == pytest.approx(everlearn.evaluate(model, method, [test_task])[0])
+    x, y = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    task_of_example = np.repeat([0, 1], [len(parts[0][1]), len(parts[1][1])])
+    separate_predictions = [ours.predict(x, task) for task, (x, _) in enumerate(parts)]
+    assert np.array_equal(ours.predict(x, task_of_example), np.concatenate(separate_predictions))
+    assert ours.predict(x).shape == y.shape, "without the task all classes compete"
 
 
-def test_parts_of_a_task_have_an_order_of_their_own():
+def test_parts_of_a_task_have_different_orders_of_examples():
     x, y = digits(0, 1)
     ours = classifier().partial_fit(x, y, 0).partial_fit(x, y, 0)
     with seeded(derive(0, "model")):
@@ -100,29 +101,28 @@ def test_parts_of_a_task_have_an_order_of_their_own():
 
 
 def test_new_classes_widen_the_output():
-    first, second = digits(3, 7), digits(1, 5, 7)
+    first = digits(3, 7)
+    second = digits(1, 5, 7)
     ours = classifier(ER(100), epochs=8).partial_fit(*first)
     assert ours.classes_.tolist() == [3, 7] and ours.model_[3].out_features == 2
-    by_hand = copy.deepcopy(ours)
+    manual = copy.deepcopy(ours)
     ours.partial_fit(*second)
     assert ours.classes_.tolist() == [1, 3, 5, 7] and ours.model_[3].out_features == 4
     assert ours.score(*first) > 0.8 and ours.score(*second) > 0.8
-    said = ours.predict_proba(first[0])
-    assert said.shape == (len(first[0]), 4) and np.allclose(said.sum(1), 1)
-    assert np.array_equal(ours.classes_[said.argmax(1)], ours.predict(first[0])), (
-        "columns are sorted as the classes are"
-    )
-    model, y = (
-        by_hand.model_,
-        torch.tensor([{7: 1, 1: 2, 5: 3}[c] for c in second[1].tolist()]),
-    )  # in the order of their coming
+    probabilities = ours.predict_proba(first[0])
+    assert probabilities.shape == (len(first[0]), 4) and np.allclose(probabilities.sum(1), 1)
+    assert np.array_equal(ours.classes_[probabilities.argmax(1)], ours.predict(first[0])), "columns follow classes_"
+
+    # Outputs are in order of first occurrence.
+    model = manual.model_
+    y = torch.tensor([{7: 1, 1: 2, 5: 3}[c] for c in second[1].tolist()])
     with seeded(derive(0, "partial_fit", 2)):
         grow_output(model, 4)
-        everlearn.train(model, by_hand.method_, Task((second[0], y), id=1), epochs=8, batch_size=16)
+        everlearn.train(model, manual.method_, Task((second[0], y), id=1), epochs=8, batch_size=16)
     assert torch.equal(weights(model), weights(ours.model_))
 
 
-def test_words_and_other_labels():
+def test_strings_and_other_labels():
     x, y = digits(0, 1, 2)
     names = np.array(["pear", "apple", "fig"])[y]
     ours = classifier(epochs=20).fit(x, names)
@@ -136,52 +136,55 @@ def test_words_and_other_labels():
     assert classifier().fit((x * 16).astype(int), y).n_features_in_ == 64
 
 
-def test_a_module_is_copied_and_may_have_outputs_to_spare():
+def test_a_module_is_copied_and_may_have_unused_outputs():
     x, y = digits(0, 1)
     module = small((64,), 9)
-    before = weights(module).clone()
+    initial_weights = weights(module).clone()
     ours = classifier(model=module).partial_fit(x, y)
-    assert torch.equal(weights(module), before) and ours.predict_proba(x).shape == (len(x), 2)
+    assert torch.equal(weights(module), initial_weights) and ours.predict_proba(x).shape == (len(x), 2)
     assert ours.partial_fit(*digits(2)).model_[3].out_features == 9
     images = classifier(model=nets.cnn).partial_fit(x.reshape(-1, 1, 8, 8), y)
     assert images.predict(x.reshape(-1, 1, 8, 8)).shape == y.shape
 
 
-def test_the_callers_things_stay():
-    method, state = EWC(), torch.get_rng_state()
+def test_method_and_random_state_are_unchanged():
+    method = EWC()
+    random_state = torch.get_rng_state()
     x, y = digits(0, 1)
     ours = classifier(method).partial_fit(x, y)
-    assert repr(method.state_dict()) == repr(EWC().state_dict()) and torch.equal(torch.get_rng_state(), state)
+    assert repr(method.state_dict()) == repr(EWC().state_dict()) and torch.equal(torch.get_rng_state(), random_state)
     assert ours.method_.tasks == 1
 
 
-def test_a_call_that_fails_leaves_what_was_learned():
+def test_a_failed_call_changes_nothing():
     x, y = digits(0, 1)
     ours = classifier(EWC()).partial_fit(x, y)
-    before, said = weights(ours.model_).clone(), ours.predict(x)
+    old_weights = weights(ours.model_).clone()
+    old_predictions = ours.predict(x)
     ours.set_params(optimizer=lambda ps: torch.optim.SGD(ps, lr=1e30))
     with pytest.raises(FloatingPointError):
         ours.partial_fit(*digits(2, 3))
-    assert torch.equal(weights(ours.model_), before) and np.array_equal(ours.predict(x), said)
+    assert torch.equal(weights(ours.model_), old_weights) and np.array_equal(ours.predict(x), old_predictions)
     assert ours.classes_.tolist() == [0, 1]
 
 
-def test_copies_and_pickles_go_on_alike():
+def test_copies_and_pickles_continue_equally():
     ours = classifier(ER(50)).partial_fit(*digits(0, 1))
-    others = [copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))]
-    ends = [weights(one.partial_fit(*digits(2, 3)).model_) for one in (ours, *others)]
-    assert torch.equal(ends[0], ends[1]) and torch.equal(ends[0], ends[2])
+    copies = [copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))]
+    final_weights = [weights(c.partial_fit(*digits(2, 3)).model_) for c in (ours, *copies)]
+    assert torch.equal(final_weights[0], final_weights[1]) and torch.equal(final_weights[0], final_weights[2])
 
 
-X, Y = np.eye(4).repeat(3, 0), np.arange(4).repeat(3)
+X = np.eye(4).repeat(3, 0)
+Y = np.arange(4).repeat(3)
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda c: c.predict(X), "has learned nothing yet: call partial_fit(X, y) first"),
-        (lambda c: c.predict_proba(X), "has learned nothing yet"),
-        (lambda c: c.score(X, Y), "has learned nothing yet"),
+        (lambda c: c.predict(X), "is not trained yet: call partial_fit(X, y) first"),
+        (lambda c: c.predict_proba(X), "is not trained yet"),
+        (lambda c: c.score(X, Y), "is not trained yet"),
         (lambda c: c.partial_fit(X, Y).predict(X[:, :3]), "X has 3 features, but ContinualClassifier is expecting 4"),
         (lambda c: c.partial_fit(X, Y).partial_fit(X[:, :3], Y), "X has 3 features, but"),
         (lambda c: c.partial_fit(X, Y).predict(X.reshape(-1, 2, 2)), "X has 2 × 2 features, but"),
@@ -190,14 +193,14 @@ X, Y = np.eye(4).repeat(3, 0), np.arange(4).repeat(3)
         (lambda c: c.partial_fit(X[0], Y), "X must have a row per example, got the shape (4,)"),
         (lambda c: c.partial_fit(X[:0], Y[:0]), "0 sample(s)"),
         (lambda c: c.partial_fit(X.astype(str), np.array(["a"] * 11)), "12 examples and y has 11 labels"),
-        (lambda c: c.partial_fit([["a"]], ["b"]), "X must be made of numbers"),
+        (lambda c: c.partial_fit([["a"]], ["b"]), "X must contain only numbers"),
         (lambda c: c.partial_fit(X, None), "requires y to be passed"),
         (lambda c: c.partial_fit(X, Y[:, None]), "got the shape (12, 1): give y.ravel()"),
         (lambda c: c.partial_fit(X, Y / 2), "Unknown label type"),
         (lambda c: c.partial_fit(X, np.full(12, np.nan)), "Input y contains NaN"),
         (lambda c: c.partial_fit(X, np.array([1, "a"] * 6, dtype=object)), "Unknown label type"),
-        (lambda c: c.partial_fit(X, Y).partial_fit(X, Y.astype(str)), "words in one call and numbers in another"),
-        (lambda c: c.partial_fit(X, Y, task=-1), "task: got -1, allowed: a whole number from 0"),
+        (lambda c: c.partial_fit(X, Y).partial_fit(X, Y.astype(str)), "strings in one call and numbers in another"),
+        (lambda c: c.partial_fit(X, Y, task=-1), "task: got -1, allowed: an integer from 0"),
         (
             lambda c: c.partial_fit(X, Y, task=0).partial_fit(X, Y),
             "task: give it in every call of partial_fit or in none",
@@ -209,10 +212,13 @@ X, Y = np.eye(4).repeat(3, 0), np.arange(4).repeat(3)
             lambda c: c.partial_fit(X, Y, task=1).predict_proba(X, [1, 0] * 6),
             "task: got 0, but the tasks learned are 1:",
         ),
-        (lambda c: c.partial_fit(X, Y, task=0).predict(X, task=0.5), "task: got float64 of shape (), allowed: a whole"),
+        (
+            lambda c: c.partial_fit(X, Y, task=0).predict(X, task=0.5),
+            "task: got float64 of shape (), allowed: one integer",
+        ),
         (
             lambda c: c.partial_fit(X, Y, task=0).predict(X, task=[0, 0]),
-            "task: got int64 of shape (2,), allowed: a whole",
+            "task: got int64 of shape (2,), allowed: one integer",
         ),
         (lambda c: c.set_params(epoch=3), "has no parameter 'epoch'; there are: model, method, optimizer, epochs"),
         (lambda c: c.set_params(model=nn.Linear(4, 2)).fit(X, Y), "The model is the output layer itself"),
@@ -221,7 +227,7 @@ X, Y = np.eye(4).repeat(3, 0), np.arange(4).repeat(3)
         (lambda c: c.set_params(epochs=0).fit(X, Y), "epochs must be a whole number of at least 1"),
     ],
 )
-def test_what_is_wrong_is_said(call, message):
+def test_error_messages(call, message):
     with pytest.raises((ValueError, TypeError)) as error:
         call(classifier())
     assert message in str(error.value)
@@ -235,35 +241,37 @@ def test_parameters():
     assert ours.set_params(method__strength=5.0, epochs=7) is ours
     assert ours.method.strength == 5.0 and ours.epochs == 7 and method.strength == 3.0
     assert "method__strength" not in classifier(EWC() + ER()).get_params()
-    ours.set_params(method__capacity=7, method=(other := ER(5)))
-    assert ours.method.capacity == 7 and other.capacity == 5, "the method first, then its fields"
+    er = ER(5)
+    ours.set_params(method__capacity=7, method=er)
+    assert ours.method.capacity == 7 and er.capacity == 5, "the method first, then its hyperparameters"
     with pytest.raises(ValueError, match="has no parameter 'method__strength'"):
         ours.set_params(method__strength=1.0)
 
 
-def test_it_needs_no_scikit_learn():
+def test_scikit_learn_is_not_imported():
     code = "import sys; import everlearn.integrations.sklearn; assert 'sklearn' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 class TestInScikitLearn:
-    """Where it is installed."""
+    """Tests that need scikit-learn."""
 
     def test_clone(self):
         base = pytest.importorskip("sklearn.base")
         ours = classifier(EWC(3.0), model=small((64,), 3)).partial_fit(*digits(0, 1))
-        other = base.clone(ours)
-        assert other.method.strength == 3.0 and not hasattr(other, "classes_") and base.is_classifier(other)
-        assert torch.equal(weights(other.partial_fit(*digits(0, 1)).model_), weights(ours.model_))
+        cloned = base.clone(ours)
+        assert cloned.method.strength == 3.0 and not hasattr(cloned, "classes_") and base.is_classifier(cloned)
+        assert torch.equal(weights(cloned.partial_fit(*digits(0, 1)).model_), weights(ours.model_))
 
     def test_pipelines_cross_validation_and_grids(self):
         selection = pytest.importorskip("sklearn.model_selection")
-        pipeline, preprocessing = pytest.importorskip("sklearn.pipeline"), pytest.importorskip("sklearn.preprocessing")
-        x, y = digits(0, 1, 2, some=150)
+        pipeline = pytest.importorskip("sklearn.pipeline")
+        preprocessing = pytest.importorskip("sklearn.preprocessing")
+        x, y = digits(0, 1, 2, limit=150)
         names = np.array(["pear", "apple", "fig"])[y]
-        whole = pipeline.make_pipeline(preprocessing.StandardScaler(), classifier(epochs=20))
-        assert selection.cross_val_score(whole, x, names, cv=3).mean() > 0.85
-        assert selection.cross_val_score(whole, x, names, cv=3, scoring="neg_log_loss").mean() > -0.5
+        scaled = pipeline.make_pipeline(preprocessing.StandardScaler(), classifier(epochs=20))
+        assert selection.cross_val_score(scaled, x, names, cv=3).mean() > 0.85
+        assert selection.cross_val_score(scaled, x, names, cv=3, scoring="neg_log_loss").mean() > -0.5
         grid = selection.GridSearchCV(classifier(EWC()), {"method__strength": [1.0, 9.0], "epochs": [1, 9]}, cv=2)
         assert grid.fit(x, names).best_params_["epochs"] == 9
         sizes, _, scores = selection.learning_curve(
@@ -271,12 +279,15 @@ class TestInScikitLearn:
         )
         assert sizes.tolist() == [30, 60] and scores[-1].mean() > 0.7
 
-    @pytest.mark.filterwarnings("ignore:Estimator ContinualClassifier does not inherit")  # that is the point
-    def test_its_own_checks(self):
+    @pytest.mark.filterwarnings("ignore:Estimator ContinualClassifier does not inherit")  # by design
+    def test_the_estimator_checks_of_scikit_learn(self):
         checks = pytest.importorskip("sklearn.utils.estimator_checks")
-        known = {"check_supervised_y_2d": "a column of labels is refused, not flattened with a warning"}
-        every = checks.check_estimator(
-            classifier(optimizer=quick, epochs=8), expected_failed_checks=known, on_fail=None, on_skip=None
+        expected_failures = {"check_supervised_y_2d": "a column of labels is refused, not flattened with a warning"}
+        results = checks.check_estimator(
+            classifier(optimizer=fast_adam, epochs=8),
+            expected_failed_checks=expected_failures,
+            on_fail=None,
+            on_skip=None,
         )
-        wrong = {c["check_name"]: c["exception"] for c in every if c["status"] == "failed"}
-        assert not wrong and len(every) > 40
+        failed = {r["check_name"]: r["exception"] for r in results if r["status"] == "failed"}
+        assert not failed and len(results) > 40

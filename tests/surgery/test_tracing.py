@@ -113,7 +113,7 @@ def test_links_need_examples_or_names():
         links(Branching(), groups={"b": "d"})
     with pytest.raises(ValueError, match="'norm' is no BatchNorm"):
         links(Branching(), groups={"b": ["norm", "c"]})
-    with pytest.raises(ValueError, match="no multiple of the 6 units"):
+    with pytest.raises(ValueError, match="not a multiple of the 6 units"):
         links(nn.Sequential(nn.Linear(4, 6), nn.Linear(4, 2)), groups={"0": "1"})
 
 

@@ -225,10 +225,10 @@ def test_the_mean_or_each(shop):
     rules = Rules
     before, after = {0: 0.9, 1: 0.5, 2: 0.1}, {0: 0.9, 1: 0.44, 2: 0.9}
     assert rules().fall(before, after, [0, 1]) == 3.0
-    assert rules(each=True).fall(before, after, [0, 1]) == 6.0
+    assert rules(per_set=True).fall(before, after, [0, 1]) == 6.0
     assert rules().fall(before, after, []) is None
     go(digits(0, 1, 2, 3, shift=1), old=digits(0, 1, 2, 3))
-    assert "in the held-out set that lost most" in str(go(digits(0, 1, shift=2), each=True))
+    assert "in the held-out set that lost most" in str(go(digits(0, 1, shift=2), per_set=True))
 
 
 def test_the_verdict_has_an_interval_of_the_paired_difference(shop):
@@ -293,7 +293,7 @@ def test_the_interval_of_a_mean_over_several_exams():
         counts = rng.multinomial(pair.examples, [*shares, 1 - sum(shares)], size=20_000)
         draws.append((counts[:, 0] - counts[:, 1]) / pair.examples)
     assert (low, high) == pytest.approx(np.quantile(np.mean(draws, axis=0), [0.025, 0.975]), abs=0.012)
-    rules = Rules(each=True)
+    rules = Rules(per_set=True)
     assert rules.interval(pairs)[1] == pytest.approx(100 * pairs[2].interval(1 - 0.05 / 3)[1]), "that which lost most"
     assert Rules().interval([]) is None
 
@@ -388,7 +388,7 @@ def test_data_learned_before_are_not_learned_again(shop):
     done = go(digits(0, 1, shift=1))
     assert not done.new and done.accepted and "was learned in update 1" in str(done)
     assert tree(shop) == before
-    assert go(digits(0, 1, shift=1), again=True).number == 2
+    assert go(digits(0, 1, shift=1), repeat=True).number == 2
 
 
 # Exams.
@@ -396,7 +396,7 @@ def test_data_learned_before_are_not_learned_again(shop):
 
 def test_what_is_learned_again_is_counted_once(shop):
     first = go(digits(0, 1, shift=1), training=QUICK, tolerance=100.0)
-    again = go(digits(0, 1, shift=1), again=True, training=QUICK, tolerance=100.0)
+    again = go(digits(0, 1, shift=1), repeat=True, training=QUICK, tolerance=100.0)
     assert again.old == [1] and torch.equal(again.held_out_sets[-1].x, first.held_out_sets[-1].x)
     assert 0 <= again.after[2] <= 1 and "are in earlier held-out sets, and count only there" in str(again)
     later = go(digits(2, 3, shift=1), training=QUICK, tolerance=100.0)
@@ -1156,7 +1156,7 @@ def test_words_mean_the_same_outputs_in_every_update(shop):
     assert torch.equal(second.held_out_sets[0].x, first.held_out_sets[0].x)
     plain = safetensors.torch.load_file("state/update-0002/held-out-0002.safetensors")["x"]
     as_csv(shop / "c.csv", digits(2, 5, 4), NAMES)
-    assert set(example_digests(plain)) <= set(example_digests(go("c.csv", again=True).held_out_sets[-1].x)), (
+    assert set(example_digests(plain)) <= set(example_digests(go("c.csv", repeat=True).held_out_sets[-1].x)), (
         "by their names"
     )
 

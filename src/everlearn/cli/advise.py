@@ -66,7 +66,7 @@ class AdviseOptions(BaseModel):
     grow: YesNo | None = Field(None, description="Whether the model may grow with the number of tasks.")
     labels: YesNo | None = Field(
         None,
-        description="Whether there are labels of the data to remember; if not, there are a trained model and inputs only.",
+        description="Whether the data to remember has labels; if not, there are only a trained model and inputs.",
     )
     boundaries: YesNo | None = Field(None, description="Whether task boundaries are known during training.")
     tasks: int | None = Field(None, ge=1, description="Number of tasks.")
@@ -126,8 +126,8 @@ def ask_missing(options: AdviseOptions) -> AdviseOptions:
             if not text:
                 break
             try:
-                answer = text if name == "memory" else text.lower()
-                values = AdviseOptions(**{**values, name: answer}).model_dump(exclude_none=True)
+                value = text if name == "memory" else text.lower()
+                values = AdviseOptions(**{**values, name: value}).model_dump(exclude_none=True)
                 break
             except ValidationError as error:
                 print(f"  {explain(error)}")
@@ -159,9 +159,9 @@ def format_advice(options: AdviseOptions) -> Iterator[str]:
         yield "\nNo method fits all constraints. The first ones below violate the fewest: can one of them be relaxed?"
     if ranked:
         yield (
-            "\nThese fit, best first by how much of the gap from fine-tuning (0 %) to joint training (100 %) they closed "
-            "in our runs of published tables. Each was run in the tables it is quoted with, with few seeds: a few points "
-            "mean little."
+            "\nThese fit, best first by how much of the gap from fine-tuning (0 %) to joint training (100 %) they "
+            "closed in our runs of published tables. Each was run in the tables it is quoted with, with few seeds: a "
+            "few points mean little."
         )
     for rank, advice in enumerate(ranked, 1):
         yield from _format_method(f"{rank}.", advice, needs)
@@ -301,7 +301,8 @@ def _format_examples(best: Sequence[Advice], needs: Needs) -> Iterator[str]:
     is_online = needs.boundaries is False
     stream_option = " --stream online-digits" if is_online else ""
     yield "\nTry the first of them on the digits in the package, untuned:"
-    yield f"  everlearn run{stream_option} --scenario {needs.scenario or 'all'} --methods {methods}{set_options} --seeds 3"
+    scenario = needs.scenario or "all"
+    yield f"  everlearn run{stream_option} --scenario {scenario} --methods {methods}{set_options} --seeds 3"
 
     class_name = best[0].method_class.__name__
     settings = ", ".join(f"{field}={value!r}" for field, value in best[0].settings.items())

@@ -200,7 +200,7 @@ def report(folder: Path, *, format: Format = "html", out: Path | None = None) ->
 
     Args:
         folder: Folder of results of 'everlearn run' or 'everlearn compare'.
-        format: html, a page; md, Markdown tables; csv, a line per run; png, the main plots; text, only print the tables.
+        format: html, a page; md, Markdown tables; csv, a line per run; png, the main plots; text, print tables only.
         out: File to write; default: 'report' in the folder.
     """
     results = []

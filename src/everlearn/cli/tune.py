@@ -1,4 +1,4 @@
-"""The command ``everlearn tune``: one study per stream, scenario and method, each with a YAML file of the best values."""
+"""The command ``everlearn tune``: a study per stream, scenario and method, with a YAML file of the best values."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class TuneOptions(BaseModel):
 
     fields: str = Field(
         "",
-        description="Fields to tune, as in ewc.strength=1:1e9,ewc.decay; the default range is that of 'everlearn show'. "
-        "By default the first field that has a range.",
+        description="Fields to tune, as in ewc.strength=1:1e9,ewc.decay; the default range is that of "
+        "'everlearn show'. By default the first field that has a range.",
     )
     trials: int = Field(16, ge=1, description="Number of trials; a larger number later extends the same study.")
     first: int | None = Field(None, ge=2, description="Tune on this many first tasks only; default: on all.")

@@ -62,7 +62,7 @@ class Updating(BaseModel):
     tolerance: float = Field(
         2.0, ge=0, description="Points by which the mean accuracy over old held-out sets may fall ..."
     )
-    each: bool = Field(False, description="... or the accuracy on any one of them.")
+    per_set: bool = Field(False, description="... or the accuracy on any one of them.")
     holdout: float = Field(0.2, gt=0, lt=1, description="Share of the data to hold out.")
     keep: int = Field(1000, ge=0, description="Examples of a held-out set to store at most; 0 stores none.")
     versions: int = Field(5, ge=1, description="Versions to store in the state folder at most.")
@@ -86,7 +86,7 @@ class Updating(BaseModel):
         description="Continue from the weights file even if the last update did not write it: it was changed, or an "
         "earlier version was put back, or its state is in another folder.",
     )
-    again: bool = Field(False, description="Train on data that were learned before.")
+    repeat: bool = Field(False, description="Train again on data that were learned before.")
     dry_run: bool = Field(False, description="Train and measure, but write nothing.")
 
 
@@ -123,7 +123,7 @@ def give_update(options: Updating) -> int:
                 classes=_parse_names(options.classes) or None,
                 read=Reading(tuple(dict.fromkeys(_parse_names(options.x))), options.y, options.size, options.grey),
                 tolerance=options.tolerance,
-                each=options.each,
+                per_set=options.per_set,
                 holdout=options.holdout,
                 keep=options.keep,
                 versions=options.versions,
@@ -135,7 +135,7 @@ def give_update(options: Updating) -> int:
                 balance=options.balance,
                 device=options.device,
                 accept_weights=options.accept_weights,
-                again=options.again,
+                repeat=options.repeat,
                 dry_run=options.dry_run,
             )
     except (ArithmeticError, RuntimeError) as error:

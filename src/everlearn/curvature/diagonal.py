@@ -93,10 +93,10 @@ class Diagonal:
             rounded[name] = _round_stochastically(value, (seed << 20) + index)
         return Diagonal(rounded)
 
-    def __add__(self, other: Diagonal) -> Diagonal:
-        if not isinstance(other, Diagonal):
+    def __add__(self, summand: Diagonal) -> Diagonal:
+        if not isinstance(summand, Diagonal):
             return NotImplemented
-        return Diagonal(merge_dicts(self.values, other.values, grown_sum))
+        return Diagonal(merge_dicts(self.values, summand.values, grown_sum))
 
     def __mul__(self, scale: float) -> Diagonal:
         return Diagonal({name: value * scale for name, value in self.values.items()})

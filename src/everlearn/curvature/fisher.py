@@ -169,8 +169,8 @@ class FisherEstimator:
         complex_names = [name for name, p in parameters.items() if p.is_complex()]
         if complex_names:
             raise ValueError(
-                f"structure='full' is for real parameters, and {', '.join(complex_names[:3])} is complex: use 'diagonal' "
-                "or 'kronecker', or make it of a real parameter (torch.view_as_complex)."
+                f"structure='full' is for real parameters, and {', '.join(complex_names[:3])} is complex: use "
+                "'diagonal' or 'kronecker', or make it of a real parameter (torch.view_as_complex)."
             )
 
     def _select_labeled(self, batch: Batch) -> Batch:
@@ -209,9 +209,10 @@ class FisherEstimator:
 def from_adam(model: nn.Module, optimizer: Optimizer) -> Diagonal:
     """Return Adam's second moments as a diagonal, at no cost.
 
-    vᵢ is a moving average of the squared gradient of *mini-batch means* with the labels in the data, bias-corrected here.
-    It approximates the diagonal of the empirical Fisher information divided by the batch size (Pascanu & Bengio, 2013,
-    discuss the relation). The order of magnitude between parameters is right, the scale is not: tune the strength again.
+    vᵢ is a moving average of the squared gradient of *mini-batch means* with the labels in the data, bias-corrected
+    here. It approximates the diagonal of the empirical Fisher information divided by the batch size (Pascanu & Bengio,
+    2013, discuss the relation). The order of magnitude between parameters is right, the scale is not: tune the strength
+    again.
 
     Args:
         model: whose parameters are named.

@@ -165,20 +165,20 @@ class Full:
         rows[:, positions] = old_rows
         return Full(shapes, rows)
 
-    def __add__(self, other: Full) -> Full:
-        if not isinstance(other, Full):
+    def __add__(self, summand: Full) -> Full:
+        if not isinstance(summand, Full):
             return NotImplemented
         if not self.shapes:
-            return other
-        if not other.shapes:
+            return summand
+        if not summand.shapes:
             return self
 
-        shapes = merge_dicts(self.shapes, other.shapes, lambda a, b: tuple(map(max, a, b)))
-        left = self._with_shapes(shapes)
-        right = other._with_shapes(shapes)
-        if left.matrix is None and right.matrix is None:
-            return Full(shapes, torch.cat([left._require_rows(), right._require_rows()]))
-        return Full(shapes, None, left.dense() + right.dense())
+        shapes = merge_dicts(self.shapes, summand.shapes, lambda a, b: tuple(map(max, a, b)))
+        first = self._with_shapes(shapes)
+        second = summand._with_shapes(shapes)
+        if first.matrix is None and second.matrix is None:
+            return Full(shapes, torch.cat([first._require_rows(), second._require_rows()]))
+        return Full(shapes, None, first.dense() + second.dense())
 
     def __mul__(self, scale: float) -> Full:
         if self.matrix is not None:

@@ -174,23 +174,23 @@ class Kronecker:
             layers[weight] = [Pair(a.to(device, dtype), g.to(device, dtype)) for a, g in pairs]
         return Kronecker(layers, self.biases, self.rest.to(device, dtype), self.shapes)
 
-    def __add__(self, other: Kronecker) -> Kronecker:
-        if not isinstance(other, Kronecker):
+    def __add__(self, summand: Kronecker) -> Kronecker:
+        if not isinstance(summand, Kronecker):
             return NotImplemented
-        biases = {**self.biases, **other.biases}
-        shapes = merge_dicts(self.shapes, other.shapes, lambda a, b: tuple(map(max, a, b)))
-        layers = {**self.layers, **other.layers}
+        biases = {**self.biases, **summand.biases}
+        shapes = merge_dicts(self.shapes, summand.shapes, lambda a, b: tuple(map(max, a, b)))
+        layers = {**self.layers, **summand.layers}
 
         # A layer that was widened between the two forms takes the larger size.
-        for weight in self.layers.keys() & other.layers.keys():
-            input_sizes = [form._num_inputs(weight) for form in (self, other)]
-            num_outputs = max(len(form.layers[weight][0].outputs) for form in (self, other))
+        for weight in self.layers.keys() & summand.layers.keys():
+            input_sizes = [form._num_inputs(weight) for form in (self, summand)]
+            num_outputs = max(len(form.layers[weight][0].outputs) for form in (self, summand))
             layers[weight] = [
                 _pad_pair(pair, input_size, weight in form.biases, max(input_sizes), weight in biases, num_outputs)
-                for form, input_size in zip((self, other), input_sizes, strict=True)
+                for form, input_size in zip((self, summand), input_sizes, strict=True)
                 for pair in form.layers[weight]
             ]
-        return Kronecker(layers, biases, self.rest + other.rest, shapes)
+        return Kronecker(layers, biases, self.rest + summand.rest, shapes)
 
     def __mul__(self, scale: float) -> Kronecker:
         layers = {weight: [Pair(a, g * scale) for a, g in pairs] for weight, pairs in self.layers.items()}
@@ -198,16 +198,16 @@ class Kronecker:
 
     __rmul__ = __mul__
 
-    def average_with(self, other: Kronecker, decay: float) -> Kronecker:
-        """Compute the running average of the factors, decay · self + (1 - decay) · other, with one pair per layer.
+    def average_with(self, update: Kronecker, decay: float) -> Kronecker:
+        """Compute the running average of the factors, decay · self + (1 - decay) · update, with one pair per layer.
 
         A layer may be in only one of the two forms. Its factor A, a mean over the examples that use the layer, is then
-        kept. Its factor G, a mean over all examples, counts as zero in the other form.
+        kept. Its factor G, a mean over all examples, counts as zero in the form without it.
         """
-        joint = self + other
+        joint = self + update
         layers: dict[str, list[Pair]] = {}
         for weight, pairs in joint.layers.items():
-            if weight in self.layers and weight in other.layers:
+            if weight in self.layers and weight in update.layers:
                 old, new = pairs
                 inputs = decay * old.inputs + (1 - decay) * new.inputs
                 outputs = decay * old.outputs + (1 - decay) * new.outputs
@@ -217,7 +217,7 @@ class Kronecker:
             else:
                 layers[weight] = [Pair(pairs[0].inputs, (1 - decay) * pairs[0].outputs)]
 
-        rest = self.rest * decay + other.rest * (1 - decay)
+        rest = self.rest * decay + update.rest * (1 - decay)
         return Kronecker(layers, joint.biases, rest, joint.shapes)
 
     def state_dict(self) -> dict[str, Any]:

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 def histogram(importance: Any, bins: int = 60) -> Figure:
     """Plot the distribution of importances on a logarithmic axis, a row per parameter tensor.
 
-    Zeros cannot be on a logarithmic axis. Their fraction is written in the row, with the fraction of the total importance
-    that the most important 1 % of the entries have.
+    Zeros cannot be on a logarithmic axis. Their fraction is written in the row, with the fraction of the total
+    importance that the most important 1 % of the entries have.
 
     Args:
         importance: a quadratic form (``Diagonal``, ``Kronecker``, ``Full``).

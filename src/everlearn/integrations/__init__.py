@@ -1,1 +1,1 @@
-"""Everlearn in other people's tools; each needs its own package, an extra of the same name."""
+"""Adapters for other libraries; each needs its package, which an extra of the same name installs."""

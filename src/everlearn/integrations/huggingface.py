@@ -23,10 +23,10 @@ FILE = "everlearn.pt"
 
 
 class Outputs(nn.Module):
-    """A Hugging Face model as a function of one input, a dict of tensors, that gives the logits alone.
+    """Wrapper of a Hugging Face model that takes a dict of tensors and returns the logits.
 
     Args:
-        model: the model.
+        model: the Hugging Face model.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -34,22 +34,26 @@ class Outputs(nn.Module):
         self.model = model
 
     def forward(self, x: Any) -> Tensor:
-        """The logits."""
-        return logits(self.model, self.model(**x) if isinstance(x, Mapping) else self.model(x))
+        """Return the logits."""
+        if isinstance(x, Mapping):
+            return extract_logits(self.model, self.model(**x))
+        return extract_logits(self.model, self.model(x))
 
 
 class Continual(TrainerCallback):  # type: ignore[misc]
-    """A Trainer callback that carries a method through ``trainer.train()``: one training is one task.
+    """Trainer callback that applies a method in ``trainer.train()``; each call is one task.
 
-    The Trainer's own loss stays what it is. The method's state lies in the Trainer's checkpoints, beside an adapter where there is
-    one, and is found there when training resumes; what it knows once the task has ended, in the output folder itself. The Trainer clips gradients by norm, the method's part too, and has no place for
-    parameters of the method's own, as HAT has them.
+    The Trainer's loss is unchanged. The method's state is saved in the Trainer's checkpoints, next to an adapter if
+    there is one, and loaded from there when training resumes. The consolidated state after the task is saved in the
+    output folder itself. The Trainer clips the norm of all gradients, including the method's part. It cannot train
+    parameters of the method itself, as HAT has them.
 
     Args:
-        method: kept from training to training; it speaks of ``Outputs(model)``, whose parameters are named ``model.…``.
-        task: the data or a ``Task``, for methods that look at it; by default what the Trainer loads.
-        likelihood: what the outputs mean.
-        checkpoint: the folder that training resumes from, where it is not one of the Trainer's output folder.
+        method: the method; use the same object for every task. It sees the model as ``Outputs(model)``, so that names
+            of parameters begin with ``model.``.
+        task: the data or a ``Task``, for methods that need it; by default the Trainer's data.
+        likelihood: distribution of the outputs.
+        checkpoint: folder to resume from, if it is not a checkpoint in the Trainer's output folder.
     """
 
     def __init__(
@@ -59,125 +63,147 @@ class Continual(TrainerCallback):  # type: ignore[misc]
         likelihood: Likelihood | None = None,
         checkpoint: str | Path | None = None,
     ) -> None:
-        self.method, self.task, self.likelihood, self.checkpoint = method, task, likelihood, checkpoint
+        self.method = method
+        self.task = task
+        self.likelihood = likelihood
+        self.checkpoint = checkpoint
         self._attached: Attachment | None = None
         self._hooks: list[Any] = []
-        self._learned = Task()
+        self._current_task = Task()
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Begin the task, or go on with it, and into the optimizer's steps."""
-        self._off()  # a training that was interrupted has left its own
-        model = Outputs(given["model"])
-        data = Pairs(given["train_dataloader"], given["model"]) if self.task is None else self.task
-        self._learned = as_task(data, self.likelihood)
-        self._learned.steps = self._learned.steps or state.max_steps
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Begin or resume the task, and attach the method to the optimizer."""
+        self._detach()  # an interrupted training has left its hooks
+        inner_model = kwargs["model"]
+        model = Outputs(inner_model)
+        data = self.task
+        if data is None:
+            data = Pairs(kwargs["train_dataloader"], inner_model)
+        self._current_task = as_task(data, self.likelihood)
+        self._current_task.steps = self._current_task.steps or state.max_steps
+
         if state.global_step:
-            self._load(Path(self.checkpoint or Path(args.output_dir) / f"checkpoint-{state.global_step}"))
-            self.method.resume(model, self._learned)
+            default_checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            self._load(Path(self.checkpoint or default_checkpoint))
+            self.method.resume(model, self._current_task)
         else:
-            self.method.begin_task(model, self._learned)
+            self.method.begin_task(model, self._current_task)
         if list(self.method.parameters()):
             raise TypeError(
-                f"{type(self.method).__name__} has parameters of its own, for which Hugging Face's Trainer has no place: use "
-                "everlearn.train, your own loop or Lightning."
+                f"{type(self.method).__name__} has parameters of its own, which Hugging Face's Trainer cannot train: "
+                "use everlearn.train, your own loop or Lightning."
             )
-        self._attached = self.method.attach(model, given["optimizer"], self._learned.likelihood)
+
+        self._attached = self.method.attach(model, kwargs["optimizer"], self._current_task.likelihood)
         self._hooks = [
-            model.model.register_forward_pre_hook(self._attached.before_pass, with_kwargs=True),
-            model.model.register_forward_hook(self._passed, with_kwargs=True),
+            inner_model.register_forward_pre_hook(self._attached.before_pass, with_kwargs=True),
+            inner_model.register_forward_hook(self._after_pass, with_kwargs=True),
         ]
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Consolidate; checkpoints were written before that."""
-        if self._attached is not None:
-            model = self._attached.model
-            self._off()
-            self.method.end_task(model, self._learned)
-            if args.save_strategy != "no":
-                save(self.method, args.output_dir)
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """End the task, and save the consolidated state; checkpoints were written before."""
+        if self._attached is None:
+            return
+        model = self._attached.model
+        self._detach()
+        self.method.end_task(model, self._current_task)
+        if args.save_strategy != "no":
+            save(self.method, args.output_dir)
 
-    def on_save(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """The method's state beside the model's."""
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Save the method's state in the model's checkpoint."""
         save(self.method, Path(args.output_dir) / f"checkpoint-{state.global_step}")
 
     def _load(self, folder: Path) -> None:
         if not (folder / FILE).exists():
             raise FileNotFoundError(
-                f"Training goes on, but what the method knew is not in {folder}: name the checkpoint's folder, "
+                f"Training resumes, but the state of the method is not in {folder}: name the checkpoint's folder, "
                 "Continual(method, checkpoint=…)."
             )
         load(self.method, folder)
 
-    def _off(self) -> None:
+    def _detach(self) -> None:
         if self._attached is not None:
             self._attached.remove()
             for hook in self._hooks:
                 hook.remove()
             self._attached = None
 
-    def _passed(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        said = logits(model, out)
-        if self._attached is None or self._attached.busy or not (model.training and torch.is_grad_enabled()):
+    def _after_pass(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
+        """Announce the batch of a training pass to the method."""
+        logits = extract_logits(model, outputs)
+        is_training_pass = model.training and torch.is_grad_enabled()
+        if self._attached is None or self._attached.busy or not is_training_pass:
             return
-        if self.method.of_parameters:  # of which the outputs alone tell when gradients come
-            self._attached.see(kwargs, out=said)
+
+        # A method that depends on the parameters only needs no labels, just the moment of the backward pass.
+        if self.method.of_parameters:
+            self._attached.see(kwargs, out=logits)
         else:
-            x, y = pair(model, {name: v for name, v in kwargs.items() if isinstance(v, Tensor) and v.dim()})
-            self._attached.see(x, y, out=said)
+            batch = {name: value for name, value in kwargs.items() if isinstance(value, Tensor) and value.dim()}
+            x, y = split_batch(model, batch)
+            self._attached.see(x, y, out=logits)
 
 
 class Pairs:
-    """Batches as pairs of what the model is asked and what it should say.
+    """Batches of a loader as pairs of inputs and labels.
 
     Args:
-        loader: batches as dicts with labels.
-        model: whose they are.
+        loader: yields dicts with labels.
+        model: the model that the batches are for.
     """
 
     def __init__(self, loader: Any, model: nn.Module) -> None:
-        self.loader, self.model = loader, model
+        self.loader = loader
+        self.model = model
 
     def __len__(self) -> int:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[tuple[Any, Tensor | None]]:
         for batch in self.loader:
-            yield pair(self.model, batch)
+            yield split_batch(self.model, batch)
 
 
-def pair(model: nn.Module, batch: Any) -> tuple[Any, Tensor | None]:
-    """Inputs and labels as the model means them, which makes something of labels that it is given.
+def split_batch(model: nn.Module, batch: Any) -> tuple[Any, Tensor | None]:
+    """Split a batch into inputs and labels, such that the labels match the logits.
 
-    A causal language model takes them one place later; one with a decoder makes the decoder's inputs of them.
+    A causal language model shifts its labels by one position. A model with a decoder computes the decoder's inputs from
+    the labels.
     """
     x, y, _ = as_rows(batch)
     if y is None:
         return x, y
     if shifts_labels(model):
         return x, next_token_labels(y)
+
     inner: Any = model
-    inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+    if hasattr(inner, "get_base_model"):  # an adapter of PEFT
+        inner = inner.get_base_model()
     if hasattr(inner, "prepare_decoder_input_ids_from_labels") and "decoder_input_ids" not in x:
         x = {**x, "decoder_input_ids": inner.prepare_decoder_input_ids_from_labels(labels=y)}
     return x, y
 
 
-def logits(model: nn.Module, out: Any) -> Tensor:
-    """The outputs that count among all that a model gives."""
-    said = out if isinstance(out, Tensor) else getattr(out, "logits", None)
-    if said is None:
+def extract_logits(model: nn.Module, outputs: Any) -> Tensor:
+    """Return the logits among the outputs of a model."""
+    if isinstance(outputs, Tensor):
+        return outputs
+    logits: Tensor | None = getattr(outputs, "logits", None)
+    if logits is None:
+        output_names = ", ".join(outputs) if isinstance(outputs, Mapping) else type(outputs).__name__
         raise TypeError(
-            f"{type(model).__name__} gives no logits ({', '.join(out) if isinstance(out, Mapping) else type(out).__name__}), which a method looks "
-            "at: wrap it in a module whose forward(x) gives one tensor, and use everlearn.train or method.attach."
+            f"{type(model).__name__} returns no logits ({output_names}), which methods need: wrap it in a module whose "
+            "forward(x) returns one tensor, and use everlearn.train or method.attach."
         )
-    return said
+    return logits
 
 
 def save(method: Method, folder: str | Path) -> Path:
-    """Write a method's state beside a model or an adapter."""
+    """Save a method's state in the folder of a model or an adapter."""
     return files.save(method.state_dict(), files.writable_folder(folder) / FILE)
 
 
 def load(method: Method, folder: str | Path) -> None:
-    """Give a method the state that lies beside a model or an adapter."""
+    """Load a method's state from the folder of a model or an adapter."""
     method.load_state_dict(files.load(Path(folder) / FILE))

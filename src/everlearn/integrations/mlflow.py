@@ -1,4 +1,4 @@
-"""Runs in MLflow."""
+"""Track runs in MLflow."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from everlearn.runtime.optional_imports import import_optional
 
 
 class MLflow:
-    """A tracker that makes one MLflow run per Everlearn run.
+    """Tracker that creates one MLflow run per Everlearn run.
 
     Args:
-        experiment: its name.
-        uri: of the tracking server; by default MLflow's own.
+        experiment: name of the experiment.
+        uri: address of the tracking server; MLflow's default if not given.
     """
 
     def __init__(self, experiment: str = "everlearn", uri: str | None = None) -> None:
@@ -25,16 +25,18 @@ class MLflow:
         self._mlflow.set_experiment(experiment)
 
     def start(self, config: Mapping[str, Any]) -> None:
-        """A run of the result's own name."""
+        """Start a run with the name of the result file."""
         self._mlflow.start_run(run_name=file_name(dict(config)).removesuffix(".json"))
-        self._mlflow.log_params({k: str(v)[:500] for k, v in config.items()})
+        self._mlflow.log_params({key: str(value)[:500] for key, value in config.items()})
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
-        """A point of each curve; MLflow allows few signs in names."""
-        self._mlflow.log_metrics({re.sub(r"[^\w\-. /]", "_", n): float(v) for n, v in numbers.items()}, step=step)
+        """Log numbers at a step."""
+        # MLflow allows only these characters in names.
+        metrics = {re.sub(r"[^\w\-. /]", "_", name): float(value) for name, value in numbers.items()}
+        self._mlflow.log_metrics(metrics, step=step)
 
     def finish(self, result: Result | None) -> None:
-        """With the accuracy over tasks and over all test examples, if it has come to an end."""
+        """End the run, with the accuracy over tasks and over all test examples if it has a result."""
         if result is not None:
             self._mlflow.log_metrics(
                 {"average accuracy": result.average_accuracy, "overall accuracy": result.overall_accuracy}

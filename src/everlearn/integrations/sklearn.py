@@ -1,4 +1,4 @@
-"""A classifier of arrays that goes on learning, with the words of scikit-learn, which itself is not needed."""
+"""Continual classifier with the interface of scikit-learn, which need not be installed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from everlearn.core.likelihood import Categorical
 from everlearn.core.method import Method
 from everlearn.core.stream import Stream
 from everlearn.core.task import Task, allowed_classes
-from everlearn.integrations.sklearn_validation import Array, inputs, labels, merged
+from everlearn.integrations.sklearn_validation import Array, check_inputs, check_labels, merge_classes
 from everlearn.nets import mlp
 from everlearn.runtime.randomness import derive, seeded
 from everlearn.surgery.heads import grow_output
@@ -28,80 +28,98 @@ from everlearn.trainer.config import build
 from everlearn.trainer.evaluate import outputs_of
 from everlearn.trainer.settings import OptimizerFactory, adam, device_of
 
+PREDICTION_BATCH_SIZE = 1024
+
 
 @dataclass(eq=False)
-class Known:
-    """What a classifier has met.
+class TrainingRecord:
+    """Shapes, labels and tasks that a classifier was trained on.
 
     Args:
-        shape: of one example.
-        outputs: which stands for which label, in the order of their coming.
-        tasks: the outputs of every task with a number; empty where tasks have none.
-        calls: how often it has learned.
-        last: the number of the last task.
-        part: which part of it was the last.
+        shape: shape of one example.
+        outputs: output index of each label, in order of first occurrence.
+        task_outputs: outputs of every numbered task; empty if tasks have no numbers.
+        calls: number of calls of ``partial_fit``.
+        last_task: number of the last task.
+        part: number of the last part of that task.
     """
 
     shape: tuple[int, ...]
     outputs: dict[Any, int] = field(default_factory=dict)
-    tasks: list[set[int]] = field(default_factory=list)
+    task_outputs: list[set[int]] = field(default_factory=list)
     calls: int = 0
-    last: int | None = None
+    last_task: int | None = None
     part: int = 0
 
     @property
     def allowed(self) -> Tensor | None:
-        """Which outputs each numbered task has; None where tasks have no numbers, and all outputs compete."""
-        return allowed_classes("task", [sorted(own) for own in self.tasks], 0) if self.tasks else None
+        """Mask of the outputs of each numbered task; None if tasks have no numbers, so that all outputs compete."""
+        if not self.task_outputs:
+            return None
+        return allowed_classes("task", [sorted(outputs) for outputs in self.task_outputs], 0)
 
-    def numbers(self, task: Any, count: int) -> Tensor:
-        """The task of each of so many examples, if it was learned."""
-        given, known = np.asarray(task), [n for n, own in enumerate(self.tasks) if own]
-        if not known:
-            raise ValueError(f"task: got {task!r}, but tasks had no numbers in partial_fit: leave it out.")
-        if given.dtype.kind not in "iu" or given.shape not in ((), (1,), (count,)):
-            raise ValueError(
-                f"task: got {given.dtype} of shape {given.shape}, allowed: a whole number for all examples, or one for each of the {count}."
-            )
-        if unknown := sorted(set(given.ravel().tolist()) - set(known)):
-            some = ", ".join(map(str, unknown[:5]))
-            raise ValueError(
-                f"task: got {some}, but the tasks learned are {', '.join(map(str, known))}: give one of these."
-            )
-        return torch.from_numpy(given.astype(np.int64)).expand(count)
+    def expand_task(self, task: Any, count: int) -> Tensor:
+        """Return the task number of each of ``count`` examples, which must be a learned task.
 
-    def enter(self, number: int | None, own: set[int]) -> None:
-        """Note that a task, or another part of the last one, is learned."""
+        Args:
+            task: one number for all examples, or one for each.
+            count: number of examples.
+        """
+        numbers = np.asarray(task)
+        learned = [number for number, outputs in enumerate(self.task_outputs) if outputs]
+        if not learned:
+            raise ValueError(f"task: got {task!r}, but tasks had no numbers in partial_fit: omit it.")
+        if numbers.dtype.kind not in "iu" or numbers.shape not in ((), (1,), (count,)):
+            raise ValueError(
+                f"task: got {numbers.dtype} of shape {numbers.shape}, allowed: one integer for all examples, or one "
+                f"for each of the {count}."
+            )
+        unknown = sorted(set(numbers.ravel().tolist()) - set(learned))
+        if unknown:
+            raise ValueError(
+                f"task: got {', '.join(map(str, unknown[:5]))}, but the tasks learned are "
+                f"{', '.join(map(str, learned))}: give one of these."
+            )
+        return torch.from_numpy(numbers.astype(np.int64)).expand(count)
+
+    def add_call(self, number: int | None, outputs: set[int]) -> None:
+        """Record a call of ``partial_fit``, on a new task or on another part of the last one."""
         if number is not None:
-            self.tasks += [set() for _ in range(number + 1 - len(self.tasks))]
-            self.tasks[number] |= own
-        here = self.calls if number is None else number
-        self.part = self.part + 1 if here == self.last else 0
-        self.last, self.calls = here, self.calls + 1
+            num_missing = number + 1 - len(self.task_outputs)
+            self.task_outputs += [set() for _ in range(num_missing)]
+            self.task_outputs[number] |= outputs
+
+        # Without numbers every call is a task.
+        current_task = self.calls if number is None else number
+        is_same_task = current_task == self.last_task
+        self.part = self.part + 1 if is_same_task else 0
+        self.last_task = current_task
+        self.calls += 1
 
 
 @dataclass(eq=False)
 class ContinualClassifier:
-    """A classifier whose every ``partial_fit`` is a task, while a method keeps the earlier ones.
+    """Classifier that learns a task with every ``partial_fit``, while a method prevents forgetting of earlier tasks.
 
-    Labels may be numbers or words; classes that come later widen the output layer. Whole numbers in X become floats. With
-    ``task=`` in every ``partial_fit`` the classes of a task compete among themselves alone, and ``predict`` may be told the task;
-    calls with one number after each other are parts of one task. Without, all classes met so far compete. One seed gives one
-    classifier, bit for bit; your random state, module and method stay as they were.
+    Labels are numbers or strings, and new classes widen the output layer. Integers in X become floats.
 
-    After learning there are ``classes_`` (sorted; the columns of ``predict_proba``), ``n_features_in_``, ``model_`` and
-    ``method_``.
+    With ``task=`` in every ``partial_fit``, only the classes of the same task compete, and ``predict`` can be given the
+    task; consecutive calls with the same number are parts of one task. Without it, all classes so far compete.
+
+    Equal seeds give bit-identical classifiers. The global random state, a given module and the given method are not
+    changed. After training there are ``classes_`` (sorted; the columns of ``predict_proba``), ``n_features_in_``,
+    ``model_`` and ``method_``.
 
     Args:
-        model: a function of (inputs, outputs), the shape of one example and the number of outputs, such as ``nets.mlp``; or one
-            without arguments; or a module, which is copied.
-        method: what protects earlier tasks; by default nothing does.
-        optimizer: a function of the parameters that makes one, anew for every call.
+        model: a function of (inputs, outputs), the shape of one example and the number of outputs, such as
+            ``nets.mlp``; a function without arguments; or a module, which is copied.
+        method: method against forgetting; fine-tuning by default.
+        optimizer: a function that creates an optimizer from parameters, called for every task.
         epochs: passes over the data of a call.
         batch_size: examples per step.
-        seed: of the first weights and of the order of examples.
+        seed: seed of the initial weights and of the order of examples.
         output: name of the output layer; by default the last ``nn.Linear``.
-        device: where to train; by default where the model is.
+        device: device of training; by default that of the model.
 
     >>> from everlearn import ER
     >>> x, y = np.eye(6).repeat(5, 0), np.array(list("aabbcc")).repeat(5)
@@ -124,102 +142,114 @@ class ContinualClassifier:
     _estimator_type = "classifier"
 
     def fit(self, X: Any, y: Any) -> Self:
-        """Forget everything and learn these examples.
+        """Discard everything learned so far and train on these examples.
 
         Args:
             X: a row per example.
-            y: a label for each.
+            y: a label per example.
         """
-        for name in ("_known", "model_", "method_", "classes_", "n_features_in_"):
+        for name in ("_record", "model_", "method_", "classes_", "n_features_in_"):
             vars(self).pop(name, None)
         return self.partial_fit(X, y)
 
     def partial_fit(self, X: Any, y: Any, task: int | None = None, *, classes: Any = None) -> Self:
-        """Learn these examples as a task, after all that came before.
+        """Train on these examples as a task that follows all earlier ones.
 
         Args:
             X: a row per example.
-            y: a label for each.
-            task: the number of the task, from 0, in all calls or in none.
-            classes: classes that will come, for methods that want all outputs from the start.
+            y: a label per example.
+            task: number of the task, from 0; in all calls or in none.
+            classes: classes of later tasks, for methods that need all outputs from the start.
         """
-        known = copy.deepcopy(vars(self).get("_known"))
-        x, own = inputs(X, None if known is None else known.shape), labels(y)
-        known = known or Known(tuple(x.shape[1:]))
-        if len(x) != len(own):
-            raise ValueError(f"X has {len(x)} examples and y has {len(own)} labels: give one for each.")
+        # A copy, so that a call that fails changes nothing.
+        record = copy.deepcopy(vars(self).get("_record"))
+        x = check_inputs(X, None if record is None else record.shape)
+        labels = check_labels(y)
+        if record is None:
+            record = TrainingRecord(tuple(x.shape[1:]))
+        if len(x) != len(labels):
+            raise ValueError(f"X has {len(x)} examples and y has {len(labels)} labels: give one label per example.")
         if task is not None and (not isinstance(task, Integral) or task < 0):
-            raise ValueError(f"task: got {task!r}, allowed: a whole number from 0, or None in all calls.")
-        if known.calls and (task is None) == bool(known.tasks):
+            raise ValueError(f"task: got {task!r}, allowed: an integer from 0, or None in all calls.")
+        if record.calls and (task is None) == bool(record.task_outputs):
             raise ValueError(
                 "task: give it in every call of partial_fit or in none; tasks with and without numbers do not mix."
             )
-        named = merged(vars(self).get("classes_"), own, None if classes is None else labels(classes))
-        for label in named.tolist():
-            known.outputs.setdefault(label, len(known.outputs))
-        pair = x, torch.tensor([known.outputs[label] for label in own.tolist()])
-        known.enter(None if task is None else int(task), set(pair[1].tolist()))
-        self._learn(pair, known)
-        self._known, self.classes_, self.n_features_in_ = known, named, int(np.prod(known.shape))
+
+        future_classes = None if classes is None else check_labels(classes)
+        all_classes = merge_classes(vars(self).get("classes_"), labels, future_classes)
+        for label in all_classes.tolist():
+            record.outputs.setdefault(label, len(record.outputs))
+        output_indices = torch.tensor([record.outputs[label] for label in labels.tolist()])
+        record.add_call(None if task is None else int(task), set(output_indices.tolist()))
+        self._train(x, output_indices, record)
+
+        self._record = record
+        self.classes_ = all_classes
+        self.n_features_in_ = int(np.prod(record.shape))
         return self
 
     def predict(self, X: Any, task: Any = None) -> Array:
-        """The most likely class of each example.
+        """Predict the most likely class of each example.
 
         Args:
             X: a row per example.
-            task: the number of its task, for all examples or for each, where it is known.
+            task: task number, one for all examples or one for each, if it is known.
         """
-        self._check()
-        answer: Array = self.classes_[self._logits(X, task).argmax(1).numpy()]
-        return answer
+        self._check_is_fitted()
+        predicted: Array = self.classes_[self._logits(X, task).argmax(1).numpy()]
+        return predicted
 
     def predict_proba(self, X: Any, task: Any = None) -> Array:
-        """The probability of every class, in the order of ``classes_``.
+        """Predict the probability of every class, in the order of ``classes_``.
 
         Args:
             X: a row per example.
-            task: the number of its task, for all examples or for each, where it is known.
+            task: task number, one for all examples or one for each, if it is known.
         """
-        self._check()
+        self._check_is_fitted()
         return self._logits(X, task).double().softmax(1).numpy()
 
     def score(self, X: Any, y: Any, sample_weight: Any = None, *, task: Any = None) -> float:
-        """The share of right answers.
+        """Compute the accuracy.
 
         Args:
             X: a row per example.
-            y: a label for each.
-            sample_weight: how much each example counts; by default all alike.
-            task: the number of its task, for all examples or for each, where it is known.
+            y: a label per example.
+            sample_weight: weights of the examples; equal by default.
+            task: task number, one for all examples or one for each, if it is known.
         """
         return float(np.average(self.predict(X, task) == np.asarray(y), weights=sample_weight))
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
-        """The arguments; with ``deep`` also the method's fields, as ``method__strength``.
+        """Return the arguments of the constructor.
 
         Args:
-            deep: whether to look inside the method.
+            deep: also return the method's hyperparameters, such as ``method__strength``.
         """
-        given = {f.name: getattr(self, f.name) for f in fields(self)}
+        params = {f.name: getattr(self, f.name) for f in fields(self)}
         if deep and isinstance(self.method, Method) and not isinstance(self.method, Chain):
-            given |= {f"method__{f.name}": getattr(self.method, f.name) for f in fields(self.method)}
-        return given
+            params |= {f"method__{f.name}": getattr(self.method, f.name) for f in fields(self.method)}
+        return params
 
     def set_params(self, **params: Any) -> Self:
-        """Change arguments, or fields of the method, for what is learned from scratch.
+        """Change arguments or hyperparameters of the method; a method that is trained already keeps its own.
 
         Args:
-            params: by name; fields are those of a method that is given with them.
+            params: values by name, such as ``epochs`` or ``method__strength``. A method is set before its
+                hyperparameters.
         """
         for name, value in sorted(params.items(), key=lambda param: "__" in param[0]):
-            if name not in (known := self.get_params()):
-                raise ValueError(f"ContinualClassifier has no parameter {name!r}; there are: {', '.join(known)}.")
-            own, _, inner = name.partition("__")
-            setattr(self, own, replace(getattr(self, own), **{inner: value}) if inner else value)
+            allowed = self.get_params()
+            if name not in allowed:
+                raise ValueError(f"ContinualClassifier has no parameter {name!r}; there are: {', '.join(allowed)}.")
+            argument, _, hyperparameter = name.partition("__")
+            if hyperparameter:
+                value = replace(getattr(self, argument), **{hyperparameter: value})
+            setattr(self, argument, value)
         return self
 
-    def __sklearn_tags__(self) -> Any:  # only scikit-learn asks, so it is there
+    def __sklearn_tags__(self) -> Any:  # called by scikit-learn only, so it is installed
         tags = importlib.import_module("sklearn.utils")
         return tags.Tags(
             estimator_type="classifier",
@@ -229,45 +259,63 @@ class ContinualClassifier:
         )
 
     def __sklearn_is_fitted__(self) -> bool:
-        return "_known" in vars(self)
+        return "_record" in vars(self)
 
-    def _learn(self, pair: tuple[Tensor, Tensor], known: Known) -> None:
-        """In place, on a model that is wide enough; a call that fails leaves what was learned before."""
-        task = Task(pair, id=known.last, part=known.part, allowed=known.allowed, known_at_test=bool(known.tasks))
+    def _train(self, x: Tensor, y: Tensor, record: TrainingRecord) -> None:
+        """Train copies of model and method, so that a call that fails leaves them unchanged."""
+        task = Task(
+            (x, y),
+            id=record.last_task,
+            part=record.part,
+            allowed=record.allowed,
+            known_at_test=bool(record.task_outputs),
+        )
         model: nn.Module
         method: Method
         if not self.__sklearn_is_fitted__():
             with seeded(derive(self.seed, "model")):
-                stream = Stream([task], "domain", inputs=known.shape, outputs=len(known.outputs))
+                stream = Stream([task], "domain", inputs=record.shape, outputs=len(record.outputs))
                 model = build(self.model, stream).to(self.device)
-            method = copy.deepcopy(self.method) if self.method is not None else Method()
+            method = Method() if self.method is None else copy.deepcopy(self.method)
         else:
-            both = vars(self)["model_"], vars(self)["method_"]
-            model, method = copy.deepcopy(both)  # together: they may hold each other's tensors
-        with seeded(derive(self.seed, "partial_fit", known.calls), device_of(model)):
-            if outputs_of(model, pair[0], "X") < len(known.outputs):
-                grow_output(model, len(known.outputs), self.output)
+            # In one deep copy, because model and method may share tensors.
+            model, method = copy.deepcopy((vars(self)["model_"], vars(self)["method_"]))
+
+        with seeded(derive(self.seed, "partial_fit", record.calls), device_of(model)):
+            if outputs_of(model, x, "X") < len(record.outputs):
+                grow_output(model, len(record.outputs), self.output)
             train(
-                model, method, task, optimizer=self.optimizer, epochs=self.epochs, batch_size=self.batch_size, seed=self.seed,
+                model,
+                method,
+                task,
+                optimizer=self.optimizer,
+                epochs=self.epochs,
+                batch_size=self.batch_size,
+                seed=self.seed,
                 progress=False,
-            )  # fmt: skip
-        self.model_, self.method_ = model, method
+            )
+        self.model_ = model
+        self.method_ = method
 
     @torch.no_grad()
     def _logits(self, X: Any, task: Any) -> Tensor:
-        """Of every class, in the order of ``classes_``; minus infinity where a task does not have it."""
-        x, table = inputs(X, self._known.shape), self._known.allowed
-        t = None if task is None else self._known.numbers(task, len(x))
-        device, rows = device_of(self.model_), []
-        for i in torch.arange(len(x)).split(1024):
-            of = None if t is None else t[i].to(device)
-            rows.append(self.method_.predict(self.model_, x[i].to(device), of).cpu())
-        out = torch.cat(rows)
-        if t is not None and table is not None:
-            out = Categorical().logits(out, table[t])
-        return out[:, [self._known.outputs[label] for label in self.classes_.tolist()]]
+        """Compute the logits in the order of ``classes_``; minus infinity for classes of other tasks."""
+        x = check_inputs(X, self._record.shape)
+        task_ids = None if task is None else self._record.expand_task(task, len(x))
+        device = device_of(self.model_)
+        batches = []
+        for rows in torch.arange(len(x)).split(PREDICTION_BATCH_SIZE):
+            batch_ids = None if task_ids is None else task_ids[rows].to(device)
+            batches.append(self.method_.predict(self.model_, x[rows].to(device), batch_ids).cpu())
+        logits = torch.cat(batches)
 
-    def _check(self) -> None:
+        allowed = self._record.allowed
+        if task_ids is not None and allowed is not None:
+            logits = Categorical().logits(logits, allowed[task_ids])
+        return logits[:, [self._record.outputs[label] for label in self.classes_.tolist()]]
+
+    def _check_is_fitted(self) -> None:
         if not self.__sklearn_is_fitted__():
-            kind = getattr(sys.modules.get("sklearn.exceptions"), "NotFittedError", ValueError)  # which is one
-            raise kind("This ContinualClassifier has learned nothing yet: call partial_fit(X, y) first.")
+            # NotFittedError of scikit-learn is a ValueError too.
+            error_class = getattr(sys.modules.get("sklearn.exceptions"), "NotFittedError", ValueError)
+            raise error_class("This ContinualClassifier is not trained yet: call partial_fit(X, y) first.")

@@ -58,7 +58,9 @@ class VAE(nn.Module):
             nll = (reconstruction - x).square() / 2
         kl = (mean.square() + log_variance.exp() - 1 - log_variance).sum(1) / 2
         negative_elbo: Tensor = (nll.sum(1) + kl) / x.shape[1]
-        return negative_elbo.mean() if weights is None else negative_elbo @ weights
+        if weights is None:
+            return negative_elbo.mean()
+        return negative_elbo @ weights
 
     @torch.no_grad()
     def sample(self, z: Tensor) -> Tensor:

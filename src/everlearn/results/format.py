@@ -50,7 +50,9 @@ def _as_json(value: Any, infinite_as_text: bool) -> Any:
         number = float(value)
         if math.isfinite(number):
             return number
-        return repr(number) if infinite_as_text else None
+        if infinite_as_text:
+            return repr(number)
+        return None
     return str(value)
 
 

@@ -148,7 +148,9 @@ def _square(accuracy: ArrayLike) -> Matrix:
     """Return a square matrix, filled with NaN if there is not a row per task."""
     r = _matrix(accuracy)
     num_rows, num_tasks = r.shape
-    return r if num_rows == num_tasks else np.full((num_tasks, num_tasks), np.nan)
+    if num_rows == num_tasks:
+        return r
+    return np.full((num_tasks, num_tasks), np.nan)
 
 
 def _counts(examples: ArrayLike, tasks: int) -> Matrix:

@@ -61,7 +61,9 @@ def _commit(folder: str) -> str | None:
         changes = git("status", "--porcelain", "--untracked-files=no", "--ignore-submodules=all")
     except (OSError, subprocess.SubprocessError):
         return None
-    return f"{commit} (changed)" if changes else commit
+    if changes:
+        return f"{commit} (changed)"
+    return commit
 
 
 def _git_environment(settings: dict[str, str]) -> dict[str, str]:

@@ -190,7 +190,9 @@ def format_score(score: float, name: str) -> str:
     >>> format_score(0.5, "accuracy"), format_score(-1.5, "minus squared error")
     ('50.0 %', '-1.5')
     """
-    return f"{100 * score:.1f} %" if name == "accuracy" else f"{score:.4g}"
+    if name == "accuracy":
+        return f"{100 * score:.1f} %"
+    return f"{score:.4g}"
 
 
 def file_name(config: dict[str, Any]) -> str:

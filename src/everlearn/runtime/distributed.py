@@ -26,7 +26,9 @@ def world_size() -> int:
 
 def rank() -> int:
     """Return the number of this process, counted from 0."""
-    return dist.get_rank() if world_size() > 1 else 0
+    if world_size() > 1:
+        return dist.get_rank()
+    return 0
 
 
 def all_reduce_(tensors: Iterable[Tensor]) -> None:
@@ -126,7 +128,9 @@ def shard_batches(order: Tensor, size: int) -> Tensor:
 
 def _message_device() -> str:
     """Return the device of messages: NCCL sends none from the CPU."""
-    return "cuda" if dist.get_backend() == "nccl" else "cpu"
+    if dist.get_backend() == "nccl":
+        return "cuda"
+    return "cpu"
 
 
 @torch.no_grad()

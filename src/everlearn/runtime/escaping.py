@@ -51,7 +51,9 @@ def spreadsheet(value: Any) -> Any:
 
     # Some spreadsheets treat the full-width forms of these characters (such as U+FF1D) like the ASCII ones.
     first_character = unicodedata.normalize("NFKC", value).lstrip()[:1]
-    return f"'{text}" if first_character in FORMULA else text
+    if first_character in FORMULA:
+        return f"'{text}"
+    return text
 
 
 def plot_label(text: str) -> str:
@@ -63,7 +65,9 @@ def plot_label(text: str) -> str:
     ' _a \\$b\\$'
     """
     label = printable(text).replace("$", r"\$")
-    return f" {label}" if label.startswith("_") else label
+    if label.startswith("_"):
+        return f" {label}"
+    return label
 
 
 def _escape(character: str) -> str:

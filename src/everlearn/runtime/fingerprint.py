@@ -140,10 +140,14 @@ def _read(value: Any) -> tuple[Any, list[Any]]:
     try:
         if issubclass(type(value), Tensor):
             flat = value.detach().resolve_conj().resolve_neg().cpu().contiguous().flatten()
-            content = flat.view(torch.uint8).numpy().data if flat.numel() else b""
+            content: Any = b""
+            if flat.numel():
+                content = flat.view(torch.uint8).numpy().data
             return content, [list(value.shape), value.dtype, value.requires_grad]
         if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-            content = np.ascontiguousarray(value).reshape(-1).view(np.uint8).data if value.size else b""
+            content = b""
+            if value.size:
+                content = np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
             return content, [list(value.shape), value.dtype]
         return b"", _parts(value)
     except Unhashable:
@@ -239,13 +243,16 @@ def _stable_attributes(attributes: Mapping[str, Any]) -> dict[str, Any]:
 def _slots(cls: type) -> list[str]:
     """List the slots that a class declares, with private names mangled as Python does."""
     declared = vars(cls).get("__slots__", ())
-    names = [declared] if isinstance(declared, str) else [*declared]
+    if isinstance(declared, str):
+        declared = [declared]
     class_name = cls.__name__.lstrip("_")
     slots = []
-    for name in names:
+    for name in declared:
         if name in ("__dict__", "__weakref__"):
             continue
-        slots.append(f"_{class_name}{name}" if name.startswith("__") else name)
+        if name.startswith("__"):
+            name = f"_{class_name}{name}"
+        slots.append(name)
     return slots
 
 
@@ -307,7 +314,9 @@ def _unwrap_descriptor(value: Any) -> Any:
         return [value.fget, value.fset]
     if isinstance(value, (staticmethod, classmethod)):
         return [value.__func__]
-    return value.func if isinstance(value, cached_property) else value
+    if isinstance(value, cached_property):
+        return value.func
+    return value
 
 
 @cache
@@ -320,4 +329,6 @@ def _library_digest(module: str) -> str | None:
 
 
 def _package(cls: type) -> str:
-    return cls.__module__.split(".")[0] if cls.__module__ != "__main__" else ""
+    if cls.__module__ != "__main__":
+        return cls.__module__.split(".")[0]
+    return ""

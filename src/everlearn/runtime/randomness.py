@@ -24,7 +24,7 @@ class RandomStates(NamedTuple):
     """
 
     cpu: torch.Tensor
-    numpy: tuple[Any, ...]
+    numpy: Any
     python: tuple[Any, ...]
     cuda: tuple[Any, torch.Tensor] | None
 

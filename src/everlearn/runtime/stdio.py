@@ -60,7 +60,9 @@ def output_error() -> OSError | None:
     with suppress(ValueError):
         sys.stdout.flush()
     raw = _raw(sys.stdout)
-    return raw.error if isinstance(raw, _Output) else None
+    if isinstance(raw, _Output):
+        return raw.error
+    return None
 
 
 def _raw(stream: Any) -> Any:

@@ -164,8 +164,8 @@ def _separate_labels(
         listed = ", ".join(map(str, common_labels[:5])) + ", …" * (len(common_labels) > 5)
         raise ValueError(
             f"{first_name} and {second_name} have labels in common ({listed}). In class-incremental learning choose "
-            "what that means: labels='shared' if it is the same class again, labels='own' if each task numbers its classes "
-            "separately."
+            "what that means: labels='shared' if it is the same class again, labels='own' if each task numbers its "
+            "classes separately."
         )
 
     label_maps: list[dict[int, int]] = []

@@ -51,8 +51,10 @@ class Rotation:
         sin = math.sin(math.radians(self.degrees))
 
         # Grid coordinates run from -1 to 1 along both axes, so the aspect ratio enters the rotation matrix.
-        height, width = x.shape[2:]
-        matrix = torch.tensor([[cos, -sin * height / width, 0.0], [sin * width / height, cos, 0.0]], device=x.device)
+        image_height, image_width = x.shape[2:]
+        x_from_y = -sin * image_height / image_width
+        y_from_x = sin * image_width / image_height
+        matrix = torch.tensor([[cos, x_from_y, 0.0], [y_from_x, cos, 0.0]], device=x.device)
 
         pixels = x if x.is_floating_point() else x.float()
         grid = F.affine_grid(matrix.to(pixels.dtype).expand(len(x), 2, 3), list(x.shape), align_corners=False)

@@ -27,7 +27,7 @@ def compute_features(net: nn.Module, output: str, *args: Any, **kwargs: Any) -> 
 
     if len(layer_inputs) != 1:
         raise ValueError(
-            f"The output layer {output!r} is called {len(layer_inputs)} times in a forward pass. It must be called once: "
-            "its input is the feature vector. Name the right layer with output=…."
+            f"The output layer {output!r} is called {len(layer_inputs)} times in a forward pass. It must be called "
+            "once: its input is the feature vector. Name the right layer with output=…."
         )
     return layer_inputs[0]

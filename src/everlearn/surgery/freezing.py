@@ -19,10 +19,10 @@ Checksum = tuple[str, int]  # dtype of the parameter, CRC-32 of its masked entri
 class FrozenEntries:
     """Entries of parameters that no optimizer moves, and buffers that keep their values.
 
-    A zero gradient is not enough: momentum, Adam's averages and weight decay move a weight without a gradient. Therefore
-    the gradients of locked entries are zeroed before a step (which also keeps them out of gradient clipping), and their
-    values are restored after it. A parameter whose entries are all locked gets ``grad = None``, which every torch
-    optimizer skips.
+    A zero gradient is not enough: momentum, Adam's averages and weight decay move a weight without a gradient.
+    Therefore the gradients of locked entries are zeroed before a step (which also keeps them out of gradient clipping),
+    and their values are restored after it. A parameter whose entries are all locked gets ``grad = None``, which every
+    torch optimizer skips.
 
         p ← (p AND free_bits) OR locked_bits
 
@@ -53,7 +53,7 @@ class FrozenEntries:
         self._locked_bits[name] = _as_integers(value) & ~self._free_bits[name]
 
     def lock_buffers(self, model: nn.Module, names: Iterable[str]) -> None:
-        """Lock buffers by name. Layers with running statistics stay in evaluation mode, also under ``model.train()``."""
+        """Lock buffers by name. Layers with running statistics stay in evaluation mode under ``model.train()``."""
         wanted = set(names)
         for prefix, module in unwrap(model).named_modules():
             locked_leaves = []

@@ -32,7 +32,7 @@ class Link:
 
 
 def is_plain_layer(module: nn.Module | None) -> bool:
-    """Whether a module is an ungrouped layer with a weight parameter, not one computed by weight_norm or spectral_norm."""
+    """Whether a module is an ungrouped layer with a weight parameter, without weight_norm or spectral_norm."""
     return isinstance(module, LAYERS) and getattr(module, "groups", 1) == 1 and "weight" in module._parameters
 
 

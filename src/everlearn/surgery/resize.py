@@ -75,8 +75,8 @@ def _check_widening(inner: nn.Module, link: Link, count: int) -> None:
     """Raise if the arguments of ``widen`` do not fit the model."""
     if not isinstance(link, Link) or not isinstance(count, int):
         raise TypeError(
-            "widen(model, link, count) takes a link, as everlearn.surgery.tracing.links(model, x) finds it, and a number of "
-            f"units; got {link!r} and {count!r}."
+            "widen(model, link, count) takes a link, as everlearn.surgery.tracing.links(model, x) finds it, and a "
+            f"number of units; got {link!r} and {count!r}."
         )
     if link.rigid:
         raise ValueError(
@@ -88,7 +88,8 @@ def _check_widening(inner: nn.Module, link: Link, count: int) -> None:
     width = num_units(inner.get_submodule(link.producer))
     if width != link.width:
         raise ValueError(
-            f"{link.producer!r} has {width} units, the link has {link.width}: use the link that the last widen() returned."
+            f"{link.producer!r} has {width} units, the link has {link.width}: use the link that the last widen() "
+            "returned."
         )
 
 
@@ -182,8 +183,8 @@ def check_precision(method: str, weights: Iterable[Tensor], switch_off: str) -> 
     for dtype in {w.dtype for w in weights}:
         if torch.finfo(dtype).eps > 1e-4:
             raise ValueError(
-                f"{method} shrinks weights by small steps, which {str(dtype).removeprefix('torch.')} rounds to zero: keep "
-                f"the model in float32 (torch.autocast is fine), or switch these steps off: {switch_off}."
+                f"{method} shrinks weights by small steps, which {str(dtype).removeprefix('torch.')} rounds to zero: "
+                f"keep the model in float32 (torch.autocast is fine), or switch these steps off: {switch_off}."
             )
 
 

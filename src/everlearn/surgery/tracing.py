@@ -343,8 +343,8 @@ def _links_from_groups(inner: nn.Module, groups: Mapping[str, str | list[str]], 
     shared = tied_layers & {name for link in named_links for name in (link.producer, link.consumer)}
     if shared:
         raise ValueError(
-            f"groups: {', '.join(map(repr, sorted(shared)))} shares a weight with another layer, which uses the same units: "
-            "leave it out."
+            f"groups: {', '.join(map(repr, sorted(shared)))} shares a weight with another layer, which uses the same "
+            "units: leave it out."
         )
     return named_links
 
@@ -372,7 +372,8 @@ def _named_link(model: nn.Module, producer: str, target_names: list[str]) -> Lin
     consumer_inputs = num_inputs(modules[consumer])
     if consumer_inputs % width:
         raise ValueError(
-            f"groups: the {consumer_inputs} inputs of {consumer!r} are no multiple of the {width} units of {producer!r}."
+            f"groups: the {consumer_inputs} inputs of {consumer!r} are not a multiple of the {width} units of "
+            f"{producer!r}."
         )
     return Link(producer, consumer, tuple(norms), width, consumer_inputs // width)
 

@@ -24,7 +24,7 @@ from everlearn.results.provenance import provenance
 from everlearn.results.result import Result, file_name, format_score
 from everlearn.runtime import files
 from everlearn.runtime.distributed import broadcast_object, rank
-from everlearn.runtime.randomness import derive, get_random_states, restore_random_states, seeded
+from everlearn.runtime.randomness import RandomStates, derive, get_random_states, restore_random_states, seeded
 from everlearn.trainer.checkpoints import CheckpointEvery, Unusable, checkpoints_of
 from everlearn.trainer.config import build, configuration
 from everlearn.trainer.settings import (
@@ -165,7 +165,7 @@ def _learn_from_checkpoints(
     create: Callable[[], tuple[nn.Module, Method]],
     model: nn.Module,
     method: Method,
-    initial_random: tuple[Any, ...],
+    initial_random: RandomStates,
 ) -> StreamTraining:
     """Train on the stream; if the newest checkpoint does not fit, try again from an earlier one.
 

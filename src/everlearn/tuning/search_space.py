@@ -97,10 +97,10 @@ class Dimension:
             farther_end = max(ends, key=lambda end: abs(end - only_x))
             return self._from_scale((only_x + farther_end) / 2)
 
-        gaps = [(left, right) for left, right in pairwise(points) if right[0] > left[0]]
-        slope = max(abs(right[1] - left[1]) / (right[0] - left[0]) for left, right in gaps)
-        left, right = max(gaps, key=lambda gap: gap[0][1] + gap[1][1] + slope * (gap[1][0] - gap[0][0]))
-        return self._from_scale((left[0] + right[0]) / 2)
+        gaps = [(lower, upper) for lower, upper in pairwise(points) if upper[0] > lower[0]]
+        slope = max(abs(upper[1] - lower[1]) / (upper[0] - lower[0]) for lower, upper in gaps)
+        lower, upper = max(gaps, key=lambda gap: gap[0][1] + gap[1][1] + slope * (gap[1][0] - gap[0][0]))
+        return self._from_scale((lower[0] + upper[0]) / 2)
 
     def interpolate_running(
         self, tried: Sequence[tuple[float, float | None]], running: Sequence[float]

@@ -21,7 +21,7 @@ from everlearn.core.parameters import evaluating
 from everlearn.core.stream import Stream
 from everlearn.results.provenance import provenance
 from everlearn.results.result import Result
-from everlearn.runtime.randomness import derive, get_random_states, restore_random_states, seeded
+from everlearn.runtime.randomness import RandomStates, derive, get_random_states, restore_random_states, seeded
 from everlearn.trainer.checkpoints import CheckpointEvery, Checkpoints, checkpoints_of
 from everlearn.trainer.config import build, configuration, data_of
 from everlearn.trainer.run import finished
@@ -54,7 +54,7 @@ class SharedStart:
         keep_optimizer: whether to keep the optimizer between tasks.
         device: device to train on.
         folder: folder of the study.
-        every: interval between checkpoints; None writes none.
+        checkpoint_every: interval between checkpoints; None writes none.
     """
 
     make_model: Callable[..., nn.Module] | nn.Module
@@ -66,7 +66,7 @@ class SharedStart:
     keep_optimizer: bool
     device: torch.device | None
     folder: Path
-    every: CheckpointEvery | None
+    checkpoint_every: CheckpointEvery | None
 
     def __post_init__(self) -> None:
         check_run(self.method, self.stream, self.optimizer, self.training.seed, "valid")
@@ -102,7 +102,7 @@ class SharedStart:
         config = self.config(method)
         run_provenance = provenance()
         folder = self.folder / "trials"
-        checkpoints = checkpoints_of(folder, config, self.stream, self.every)
+        checkpoints = checkpoints_of(folder, config, self.stream, self.checkpoint_every)
 
         # Two trials of several fields may get the same values at the same time: the second reads the first's result.
         with nullcontext() if checkpoints is None else checkpoints.alone(wait=True):
@@ -171,7 +171,7 @@ class SharedStart:
             return self._build_model()
 
     @cached_property
-    def _shared_training(self) -> tuple[StreamTraining, tuple[Any, ...]] | None:
+    def _shared_training(self) -> tuple[StreamTraining, RandomStates] | None:
         """Training after the first task, with its random states; None if trials differ in it or it cannot be copied."""
         if not all(dimension.search.late for dimension in self.dimensions):
             return None
@@ -199,7 +199,7 @@ class SharedStart:
 
     @cached_property
     def _first_task_checkpoints(self) -> Checkpoints | None:
-        return checkpoints_of(self.folder, self.config(self.method), self.stream, self.every)
+        return checkpoints_of(self.folder, self.config(self.method), self.stream, self.checkpoint_every)
 
     def _new_training(self, method: Method, checkpoints: Checkpoints | None) -> StreamTraining:
         return StreamTraining(

@@ -102,7 +102,8 @@ def _create_or_load(optuna: Any, path: Path) -> Any:
 def _damaged_error(path: Path, error: BaseException) -> ValueError:
     reason = " ".join(str(getattr(error, "orig", error)).split())
     return ValueError(
-        f"{path} is damaged, or its disk is full ({reason}): free disk space, or move the file away to start a new study."
+        f"{path} is damaged, or its disk is full ({reason}): free disk space, or move the file away to start a new "
+        "study."
     )
 
 

@@ -239,7 +239,8 @@ def _combine_outcomes(run_outcomes: Sequence[Result | Exception]) -> TrialOutcom
 def _is_hopeless(study: Any, number: int, score: float, step: int) -> bool:
     """Whether three quarters of the other trials were better at this step.
 
-    Optuna's pruners compare the best score of a trial over its steps, which, as tasks are forgotten, is always the first.
+    Optuna's pruners compare the best score of a trial over its steps, which, as tasks are forgotten, is always the
+    first.
     """
     # Failed trials are left out: they are tried again.
     other_scores = [

@@ -66,9 +66,9 @@ def tune(
 ) -> Tuned:
     """Find the values of a method's fields with the best score on validation data after the last task.
 
-    For a single real number, half of the trials are spread evenly over its range, and each of the others halves the most
-    promising gap between earlier values. Fields with named values or few integers are tried exhaustively. Values of
-    several fields are proposed by Optuna (TPE). If all fields act only after the first task (``Search.late``), it is
+    For a single real number, half of the trials are spread evenly over its range, and each of the others halves the
+    most promising gap between earlier values. Fields with named values or few integers are tried exhaustively. Values
+    of several fields are proposed by Optuna (TPE). If all fields act only after the first task (``Search.late``), it is
     trained once, and every trial continues from a copy, with the result of a separate run. A trial is pruned after a
     task if it is worse than three quarters of the earlier trials.
 
@@ -143,8 +143,8 @@ def tune(
 
         if runner.lost_workers:
             raise WorkerLost(
-                f"The processes of {len(runner.lost_workers)} of {trials} trials were lost ({runner.lost_workers[-1]}): "
-                "repeat the command to resume them."
+                f"The processes of {len(runner.lost_workers)} of {trials} trials were lost "
+                f"({runner.lost_workers[-1]}): repeat the command to resume them."
             )
         for start in starts:
             start.close()
@@ -168,8 +168,8 @@ def _check_fresh(method: Method) -> None:
     fresh_method = with_values(method, [], [])
     if fingerprint(method.state_dict()) != fingerprint(fresh_method.state_dict()):
         raise ValueError(
-            "This method has learned already, and its fields act on tasks learned with them: give a fresh method, and the "
-            "stream from its first task on."
+            "This method has learned already, and its fields act on tasks learned with them: give a fresh method, and "
+            "the stream from its first task on."
         )
 
 

@@ -184,7 +184,7 @@ def _accuracy_facts(update: Update) -> dict[str, Any]:
         "interval": update.interval,
         "classes": [asdict(score) for score in update.classes],
         "tolerance": rules.tolerance,
-        "each": rules.each,
+        "per_set": rules.per_set,
         "holdout": rules.holdout,
         "keep": rules.keep,
         "versions": rules.versions,

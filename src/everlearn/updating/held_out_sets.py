@@ -97,7 +97,7 @@ def exclude_duplicates(held_out: HeldOutSet, earlier: Iterable[HeldOutSet]) -> H
 
     Each held-out set has the same weight in the mean accuracy, so a small remainder would weigh too much.
     """
-    earlier_digests = {digest for other in earlier for digest in example_digests(other.x)}
+    earlier_digests = {digest for held_out_set in earlier for digest in example_digests(held_out_set.x)}
     remaining = exclude_examples(held_out, earlier_digests)
     if 2 * len(remaining) < len(held_out):
         return None

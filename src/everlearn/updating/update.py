@@ -62,7 +62,7 @@ def update(
     classes: Sequence[str] | None = None,
     read: Reading = Reading(),  # noqa: B008 - frozen
     tolerance: float = 2.0,
-    each: bool = False,
+    per_set: bool = False,
     holdout: float = 0.2,
     keep: int = 1000,
     versions: int = 5,
@@ -72,7 +72,7 @@ def update(
     balance: bool = True,
     device: str | torch.device | None = None,
     accept_weights: bool = False,
-    again: bool = False,
+    repeat: bool = False,
     dry_run: bool = False,
 ) -> Update:
     """Train a deployed model on new data, and replace it only if old accuracy has not fallen by more than allowed.
@@ -96,7 +96,7 @@ def update(
         read: which columns are inputs and labels, which size images are resized to. The order of a table's columns is
             that of the first update; later tables may have another, because columns are found by name.
         tolerance: by how many points old accuracy, the mean over the old held-out sets, may fall.
-        each: whether the tolerance is for each old held-out set, instead of for their mean.
+        per_set: whether the tolerance applies to each old held-out set, instead of to their mean.
         holdout: the share of the data to hold out, if they have no test set.
         keep: how many examples of a held-out set are stored at most. 0 stores none, and old accuracy is then measured
             on ``old`` alone.
@@ -109,7 +109,7 @@ def update(
         device: the device to train on.
         accept_weights: whether to continue from the weights file even if the latest update did not write it. If it is
             the file of a stored version, that version is resumed: method state, classes, held-out sets, learned data.
-        again: whether to train on data that were learned before.
+        repeat: whether to train again on data that were learned before.
         dry_run: whether to train and measure, but write nothing.
 
     Returns:
@@ -119,7 +119,7 @@ def update(
     if method is not None:
         check_method(method)
     check_device(device)
-    rules = Rules(tolerance, each, holdout, keep, versions)
+    rules = Rules(tolerance, per_set, holdout, keep, versions)
     options = TrainingOptions(training, optimizer, output)
     folder = StateFolder(state)
 
@@ -142,7 +142,7 @@ def update(
         update_data = read_update_data(deployed, data, old, rules)
 
         learned_in = deployed.data_digests.get(update_data.digest)
-        if learned_in is not None and not again:
+        if learned_in is not None and not repeat:
             return _report_known_data(folder, deployed, update_data, learned_in, dry_run)
 
         trained = _train_and_measure(deployed, update_data, rules, options, build_model)
@@ -164,7 +164,7 @@ def _report_known_data(
         notes += deployed.finish_interrupted(folder)
     notes.append(
         f"{update_data.title} was learned in update {number}: there is nothing to do. To train on it again, pass "
-        "again=True (--again on the command line)."
+        "repeat=True (--repeat on the command line)."
     )
     return Update(number, label(deployed.method), new=False, notes=notes)
 

@@ -31,7 +31,7 @@ class Rules:
     """When an update is accepted, and how much of it is stored; ``update`` documents the fields."""
 
     tolerance: NonNegative = 2.0
-    each: bool = False
+    per_set: bool = False
     holdout: float = 0.2
     keep: Annotated[int, Range(0)] = 1000
     versions: Annotated[int, Range(1)] = 5
@@ -63,7 +63,7 @@ class Rules:
             return None
 
         # Rounding makes 2.0000000001 points equal to 2; adding 0.0 turns -0.0 into 0.0.
-        total = max(falls) if self.each else fmean(falls)
+        total = max(falls) if self.per_set else fmean(falls)
         return round(total, 9) + 0.0
 
     def interval(self, counts: Sequence[PairedCounts]) -> tuple[float, float] | None:
@@ -75,7 +75,7 @@ class Rules:
             return None
 
         # The worst of several sets is a multiple comparison, so its interval must be wider.
-        if self.each:
+        if self.per_set:
             worst = max(counts, key=lambda pair: pair.fall)
             low, high = worst.interval(1 - (1 - LEVEL) / len(counts))
         else:
@@ -206,7 +206,7 @@ class Update:
         new_accuracy = self.after.get(self.number)
         if new_accuracy is not None and new_accuracy <= self.before.get(self.number, -1.0) < 1:
             caveats.append(
-                "Accuracy on the new data has not improved: train for longer, or with less protection. --again "
+                "Accuracy on the new data has not improved: train for longer, or with less protection. --repeat "
                 "trains on data that were learned before."
             )
 
@@ -214,7 +214,7 @@ class Update:
         if sizes:
             # The mean over the sets moves by less than the accuracy of a single set.
             example_weight = 100 / min(sizes)
-            if not self.rules.each:
+            if not self.rules.per_set:
                 example_weight /= len(sizes)
             if example_weight > self.rules.tolerance:
                 caveats.append(
@@ -263,7 +263,7 @@ class Update:
 
         before = 100 * fmean(self.before[number] for number in self.old)
         after = 100 * fmean(self.after[number] for number in self.old)
-        scope = "; in the held-out set that lost most" if self.rules.each else ":"
+        scope = "; in the held-out set that lost most" if self.rules.per_set else ":"
         if self.fall > 0:
             change = f"{self.fall:.1f} points less"
         elif self.fall < 0:

@@ -1,16 +1,16 @@
 """Per-example gradients of any module, accumulated in a statistic: exact, and nearly as fast as training.
 
-The batch runs as usual, with frozen parameters, so that no ordinary weight gradient is formed. An interceptor finds every
-operation that uses a parameter. A hook on the operation's output receives its gradient and passes it, with the input, to
-the statistic.
+The batch runs as usual, with frozen parameters, so that no ordinary weight gradient is formed. An interceptor finds
+every operation that uses a parameter. A hook on the operation's output receives its gradient and passes it, with the
+input, to the statistic.
 
 A *probe* runs two examples together and separately. It locates the examples in every operation's input and compares the
 result with ordinary gradients of a few examples. Parameters that the probe does not verify use the *fallback*:
 ``vmap(grad)``, or one example at a time if that fails.
 
-A gradient is the same however it is computed, but the number of uses of a layer is not: a model whose operations depend on
-the data may use a layer more often for a batch than for a single example. If a statistic counts uses, such examples run
-one at a time.
+A gradient is the same however it is computed, but the number of uses of a layer is not: a model whose operations depend
+on the data may use a layer more often for a batch than for a single example. If a statistic counts uses, such examples
+run one at a time.
 """
 
 from __future__ import annotations
@@ -95,9 +95,9 @@ class PerExample:
         refuse_meta(self.parameters.values())
         if any(map(is_sharded, self.parameters.values())):
             raise ValueError(
-                "These parameters are sharded (FSDP), and per-example gradients need complete ones: compute the importance "
-                "with a copy that is not sharded and pass it, method.consolidate(model, importance), or use SI, which "
-                "needs no importance."
+                "These parameters are sharded (FSDP), and per-example gradients need complete ones: compute the "
+                "importance with a copy that is not sharded and pass it, method.consolidate(model, importance), or use "
+                "SI, which needs no importance."
             )
         if any(p.is_inference() for p in self.parameters.values()):
             raise ValueError(

@@ -1,9 +1,9 @@
 """Detect indexing operations that could reorder examples.
 
-Indexing selects from an axis, or writes to positions of it, so other rows may be there afterwards. If the examples are on
-that axis, their order is unknown: the indices may depend on the data, and an order that leaves two examples in place may
-move the third. The origin of the indices is not traced, because it cannot be for a Python list. The one exception is
-``x[torch.arange(len(x)), …]``, which selects all rows in their order.
+Indexing selects from an axis, or writes to positions of it, so other rows may be there afterwards. If the examples are
+on that axis, their order is unknown: the indices may depend on the data, and an order that leaves two examples in place
+may move the third. The origin of the indices is not traced, because it cannot be for a Python list. The one exception
+is ``x[torch.arange(len(x)), …]``, which selects all rows in their order.
 """
 
 from __future__ import annotations

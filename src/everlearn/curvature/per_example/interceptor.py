@@ -1,9 +1,9 @@
 """Intercept every torch call that uses a tracked parameter.
 
-Calls are intercepted, not modules, so functional calls, shared weights and attention are covered like any layer. A call is
-recognized as one of the ``operations``. A Python function of ``torch.nn.functional`` that is not recognized is entered,
-so that the calls inside it are intercepted. Any other call is an unknown use of its parameters. Calls without parameters
-are inspected for indexing and for values that are independent of the data.
+Calls are intercepted, not modules, so functional calls, shared weights and attention are covered like any layer. A call
+is recognized as one of the ``operations``. A Python function of ``torch.nn.functional`` that is not recognized is
+entered, so that the calls inside it are intercepted. Any other call is an unknown use of its parameters. Calls without
+parameters are inspected for indexing and for values that are independent of the data.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ def preserve_model(model: nn.Module) -> Iterator[None]:
 def _preserve_buffers(model: nn.Module) -> Iterator[None]:
     """Begin every forward pass with the current buffers, and restore them at the end.
 
-    A counter or a running mean may change in evaluation mode too. Without this an example's gradient would depend on the
-    examples before it.
+    A counter or a running mean may change in evaluation mode too. Without this an example's gradient would depend on
+    the examples before it.
     """
     # (dict of the module's buffers, name, buffer); a buffer may be in several modules.
     slots = [(module._buffers, name, b) for module in model.modules() for name, b in module._buffers.items()]

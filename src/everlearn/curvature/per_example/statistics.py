@@ -60,7 +60,8 @@ class Elementwise:
     """Sum over examples of f(gradient), elementwise, where f is the square or the absolute value.
 
     Both are multiplicative, f(a b) = f(a) f(b), so a linear layer with one position needs no per-example gradients:
-    Σₙ f(dₙ xₙᵀ) = f(D)ᵀ f(X). With several backward passes f(D) is summed first. For complex gradients f is |g|² or |g|.
+    Σₙ f(dₙ xₙᵀ) = f(D)ᵀ f(X). With several backward passes f(D) is summed first. For complex gradients f is |g|² or
+    |g|.
 
     Args:
         parameters: by name.
@@ -332,5 +333,5 @@ def iterate_gradients(uses: list[Use], reference: Tensor | None = None) -> Itera
     if reference is not None:
         block_size = uses[0].operation.block_size(reference.shape, uses[0].tensors)
     blocks_per_use = [use.operation.gradient_blocks(use.role, use.tensors, block_size) for use in uses]
-    for first, *others in zip(*blocks_per_use, strict=True):
-        yield sum(others, first)
+    for first, *further_blocks in zip(*blocks_per_use, strict=True):
+        yield sum(further_blocks, first)

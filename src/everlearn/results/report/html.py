@@ -33,9 +33,12 @@ def html(results: Iterable[Result], title: str = "Everlearn", refresh: int | Non
         "version": version(),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+    refresh_element = ""
+    if refresh:
+        refresh_element = f'<meta http-equiv="refresh" content="{refresh}">'
     return Template(_read("report.html")).substitute(
         title=escape(printable(title)),
-        refresh=f'<meta http-equiv="refresh" content="{refresh}">' if refresh else "",
+        refresh=refresh_element,
         style=_read("report.css"),
         script=_read("charts.js") + _read("report.js"),
         data=embed_json(data),

@@ -75,8 +75,11 @@ def _plot_setting(trade_off_axis: Any, average_axis: Any, rows: Sequence[Row], m
     """Plot the runs of one stream and scenario."""
     score = rows[0]["score"]
     is_percent = score == "accuracy"
-    factor = 100 if is_percent else 1
-    unit = " (%)" if is_percent else ""
+    factor = 1
+    unit = ""
+    if is_percent:
+        factor = 100
+        unit = " (%)"
     for i, method in enumerate(methods):
         method_rows = [row for row in rows if row["method"] == method]
         _plot_trade_off(trade_off_axis, method_rows, method, i, factor)
@@ -139,4 +142,6 @@ def _widen_limits(limits: tuple[float, float]) -> tuple[float, float]:
 def _mean(accuracies: Sequence[float | None]) -> float:
     """Return the mean of the measured tasks; NaN, which is not drawn, if there are none."""
     measured = [accuracy for accuracy in accuracies if accuracy is not None]
-    return sum(measured) / len(measured) if measured else math.nan
+    if measured:
+        return sum(measured) / len(measured)
+    return math.nan

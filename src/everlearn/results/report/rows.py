@@ -47,8 +47,12 @@ def _run_row(result: Result, stream: str, scenario: str, method: str) -> Row:
     # Joint training has a single row, which is always shown.
     num_rows, num_tasks = result.accuracy.shape
     tasks = evenly_spaced(num_tasks)
-    rows = [i for i in tasks if i < num_rows] if num_rows > 1 else [0]
-    old_task_accuracy = float(np.mean(result.accuracy[-1, :-1])) if num_tasks > 1 else math.nan
+    rows = [0]
+    if num_rows > 1:
+        rows = [i for i in tasks if i < num_rows]
+    old_task_accuracy = math.nan
+    if num_tasks > 1:
+        old_task_accuracy = float(np.mean(result.accuracy[-1, :-1]))
     return {
         "stream": stream,
         "scenario": scenario,
@@ -83,7 +87,9 @@ def evenly_spaced(count: int, limit: int = MAX_TASKS) -> list[int]:
 
 
 def _finite(value: float) -> float | None:
-    return round(float(value), 5) if math.isfinite(value) else None
+    if math.isfinite(value):
+        return round(float(value), 5)
+    return None
 
 
 def as_csv(results: Iterable[Result]) -> str:
@@ -122,7 +128,9 @@ def _markdown_cells(method: str, runs: Sequence[Row]) -> list[str]:
     ]
     seconds = np.mean([row["seconds"] for row in runs])
     sizes = [row["parameters"] for row in runs if row["parameters"]]
-    parameters = f"{np.mean(sizes):,.0f}" if sizes else "–"
+    parameters = "–"
+    if sizes:
+        parameters = f"{np.mean(sizes):,.0f}"
     state_kilobytes = np.mean([(row["state bytes"] or 0) / 1024 for row in runs])
     return [markdown(method), str(len(runs)), *metrics, f"{seconds:.1f}", parameters, f"{state_kilobytes:.0f}"]
 

@@ -58,8 +58,10 @@ class ReportPage:
             return False
         results = {}
         for path, version in versions.items():
-            is_current = read_versions.get(path) == version
-            results[path] = self._results[path] if is_current else (version, _load(path))
+            if read_versions.get(path) == version:
+                results[path] = self._results[path]
+            else:
+                results[path] = (version, _load(path))
         self._results = results
         return True
 

@@ -119,15 +119,21 @@ def _settings(result: Result) -> dict[str, Any]:
     """Return the settings that all seeds of an experiment share, and joint training on the same stream with them."""
     training = dict(result.config.get("training", {}))
     groups = training.pop("groups", [{}])
-    group_settings = groups[0] if len(groups) == 1 else {"groups": groups}
+    group_settings = {"groups": groups}
+    if len(groups) == 1:
+        group_settings = groups[0]
 
     # Joint training merges all tasks into one, so its iterations are divided by their number.
     stream = dict(result.config.get("stream", {}))
     is_joint = stream.pop("joint", False)
-    num_merged = stream.pop("merged", stream.get("tasks", 1) if is_joint else 1)
+    default_merged = 1
+    if is_joint:
+        default_merged = stream.get("tasks", 1)
+    num_merged = stream.pop("merged", default_merged)
     iterations = training.get("iterations")
     if iterations:
-        training["iterations"] = iterations / num_merged if iterations % num_merged else iterations // num_merged
+        is_divisible = iterations % num_merged == 0
+        training["iterations"] = iterations // num_merged if is_divisible else iterations / num_merged
 
     stream = {name: value for name, value in stream.items() if name not in ("seed", "class_order")}
     model_text = str(result.config.get("model"))
@@ -249,12 +255,18 @@ def _score_name(results: Sequence[Result]) -> str:
 
 def _unit(group: Group) -> str:
     score = _score_name(next(iter(group.values())))
-    return "accuracy in %" if score == "accuracy" else score
+    if score == "accuracy":
+        return "accuracy in %"
+    return score
 
 
 def _mean_and_std(values: Sequence[float], score: str) -> str:
     """Format mean ± standard deviation, accuracies in percent and other scores as plain numbers."""
-    scale, number_format = (100, "{:.1f}") if score == "accuracy" else (1, "{:.4g}")
+    scale = 1
+    number_format = "{:.4g}"
+    if score == "accuracy":
+        scale = 100
+        number_format = "{:.1f}"
     scaled = [scale * value for value in values if not np.isnan(value)]
     if not scaled:
         return "–"
@@ -267,7 +279,9 @@ def _mean_and_std(values: Sequence[float], score: str) -> str:
 def _mean(values: Sequence[Any], number_format: str) -> str:
     """Format the mean of the values that are not None."""
     numbers = [value for value in values if value is not None]
-    return number_format.format(np.mean(numbers)) if numbers else "–"
+    if numbers:
+        return number_format.format(np.mean(numbers))
+    return "–"
 
 
 def _short_mean(values: Sequence[Any]) -> str:
