@@ -173,13 +173,14 @@ class GatedUnits(Isolation):
             return structure.links
 
         named_links = links(inner, groups=self.groups)
-        outcome: list[bool] | Exception = ValueError("no examples")
         if x is not None:
             outcome = _test_links(inner, named_links, *arguments(inner, x))
-        if isinstance(outcome, Exception):
-            self._links_untested = True
-            return named_links
-        return self._select_valid(named_links, outcome)
+            if not isinstance(outcome, Exception):
+                return self._select_valid(named_links, outcome)
+
+        # Without examples that the model accepts, the first batch in training is the test.
+        self._links_untested = True
+        return named_links
 
     def _use_links(self, inner: nn.Module, valid_links: list[Link]) -> None:
         """Gate these links; raise if there are none."""
