@@ -141,10 +141,9 @@ def step_seconds(model, method, task):
     start = time.process_time()
     for batch in batches:
         optimizer.zero_grad()
-        loss = method.loss(model, batch, pulled=True)
+        loss = method.loss(model, batch)
         loss.backward()
         loss.item()
-        method.pull(model)
         method.before_step(model)
         optimizer.step()
         method.after_step(model)

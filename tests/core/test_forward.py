@@ -155,8 +155,9 @@ def test_attached_to_a_model_of_named_inputs():
     twin.load_state_dict(model.state_dict())
     method.loss(twin, Batch(x, Y)).backward()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with method.attach(model, optimizer):
-        nn.functional.cross_entropy(model(**x).logits, Y).backward()
+    with method.attach(model, optimizer) as attached:
+        outputs = model(**x)
+        attached.loss(nn.functional.cross_entropy(outputs.logits, Y), x, Y, outputs).backward()
         optimizer.step()
     torch.testing.assert_close(model.layer.weight.grad, twin.layer.weight.grad)
 

@@ -13,8 +13,9 @@ from everlearn.results.report.table import table
 
 @dataclass(eq=False)
 class Doubles(Method):
-    def task_loss(self, batch, out):
-        return 2 * batch.loss(out)
+    def task_loss(self, model, batch):
+        loss, outputs = super().task_loss(model, batch)
+        return 2 * loss, outputs
 
 
 @dataclass(eq=False)

@@ -177,14 +177,14 @@ def test_a_loop_that_takes_only_the_loss_of_replay_is_told(begins):
         method.loss(model, Batch(*second))
 
 
-def test_statistics_are_frozen_again_by_resume_where_no_task_was_begun():
+def test_statistics_are_frozen_again_after_loading_where_no_task_was_begun():
     model, method = convolutional_net(), Freeze("statistics")
     first, second = ((x[:64], y[:64]) for x, y in shifted_tasks())
     learn_by_penalty(model, method, [first])
     other, resumed = convolutional_net(), Freeze("statistics")
     other.load_state_dict(model.state_dict())
     resumed.load_state_dict(method.state_dict())
-    resumed.resume(other, second)
+    resumed.begin_task(other, second)
     kept = statistics(other)
     other.train()(second[0])
     assert all(torch.equal(v, kept[n]) for n, v in statistics(other).items())

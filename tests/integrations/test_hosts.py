@@ -1,24 +1,15 @@
-"""Fabric and Accelerate give the weights of the README's loop, with a method attached."""
+"""Fabric and Accelerate give the weights of a plain loop, with a method attached."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from everlearn import Batch
-from tests.core.test_attachment import (  # noqa: F401 - tasks is a fixture
-    METHODS,
-    learn_ours,
-    net,
-    optimizer_of,
-    tasks,
-    weights,
-    whole,
-)
+from tests.core.test_attachment import METHODS, all_data, net, tasks, train, weights  # noqa: F401 - tasks is a fixture
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.filterwarnings("ignore"),  # warnings of the hosts
     pytest.mark.enable_socket,
-]  # warnings of the hosts; they open a port
+]
 
 
 def fabric():
@@ -32,20 +23,24 @@ def accelerate():
 
 
 @pytest.mark.parametrize("host", [fabric, accelerate])
-@pytest.mark.parametrize("name", ["ewc", "si", "lwf", "er", "agem", "packnet"])
-def test_hosts_equal_the_loop_of_the_readme(name, host, tasks):  # noqa: F811
+@pytest.mark.parametrize("name", ["ewc", "si", "lwf", "er", "derpp", "agem", "packnet", "chain"])
+def test_hosts_equal_a_plain_loop(name, host, tasks):  # noqa: F811
     setup, backward = host()
     method = METHODS[name]()
     model = net()
-    for task in tasks:
-        method.begin_task(model, whole(task))
-        wrapped, optimizer = setup(model, optimizer_of(model, method))
+    for number, task in enumerate(tasks):
+        torch.manual_seed(number)
+        method.begin_task(model, all_data(task))
+        parameters = [*model.parameters(), *method.parameters()]
+        wrapped, optimizer = setup(model, torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.01))
         with method.attach(model, optimizer) as attached:
-            for epoch in range(3):
+            for _ in range(3):
                 for x, y in task:
-                    attached.see(Batch(x, y, epoch=epoch))
+                    outputs = wrapped(x)
+                    loss = attached.loss(F.cross_entropy(outputs, y), x, y, outputs)
                     optimizer.zero_grad()
-                    backward(F.cross_entropy(wrapped(x), y))
+                    backward(loss)
                     optimizer.step()
-        method.end_task(model, whole(task))
-    torch.testing.assert_close(weights(model), learn_ours(METHODS[name], tasks), rtol=1e-7, atol=1e-9)
+        method.end_task(model, all_data(task))
+    expected = train(METHODS[name](), net(), tasks, attach=False)
+    torch.testing.assert_close(weights(model), expected, rtol=1e-7, atol=1e-9)

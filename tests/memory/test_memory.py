@@ -63,7 +63,7 @@ def slow_reservoir(n, capacity, source, off_by_one=False):
 def test_reservoir_equals_the_sequential_rule_for_any_batch_size(capacity, size):
     memory = fill(Memory(capacity, seed=3), 500, size)
     assert stored_numbers(memory) == slow_reservoir(500, capacity, generator(3, "memory"))
-    assert len(memory) == min(500, capacity) and memory.seen == 500
+    assert len(memory) == min(500, capacity) and memory.num_seen == 500
     assert torch.equal(memory["y"], (memory["x"][:, 0].long() % 7).clamp(max=3))  # columns stay aligned
 
 
@@ -144,7 +144,7 @@ def test_balanced_gives_every_class_its_quota():
 def test_the_remainder_is_divided_at_random(policy):
     winners = set()
     for seed in range(12):
-        memory = Memory(3, policy, by="y", seed=seed)
+        memory = Memory(3, policy, group_by="y", seed=seed)
         for c in range(9):
             features = {"features": torch.rand(4, 2)} if policy == "herding" else {}
             memory.add(x=torch.full((4, 1), float(c)), y=torch.full((4,), c), **features)
@@ -172,7 +172,7 @@ def test_within_a_class_every_row_is_stored_with_equal_probability():
 
 @pytest.mark.parametrize("by", ["t", ("t", "y")])
 def test_a_ring_stores_the_last_rows_of_each_group(by):
-    memory = Memory(64, "ring", by=by)
+    memory = Memory(64, "ring", group_by=by)
     rows = table(400)
     for n in range(25, 401, 25):
         fill(memory, 25, 25, start=n - 25)
@@ -192,9 +192,9 @@ def test_a_ring_stores_the_last_rows_of_each_group(by):
 
 
 def test_rows_per_group_can_be_limited():
-    memory = fill(Memory(100, "ring", each=8), 100, 10)
+    memory = fill(Memory(100, "ring", max_per_group=8), 100, 10)
     assert memory["t"].bincount().tolist() == [8, 8, 8] and sorted(stored_numbers(memory))[:8] == list(range(32, 40))
-    assert fill(Memory(10, "ring", each=8), 100, 10)["t"].bincount().sum() == 10
+    assert fill(Memory(10, "ring", max_per_group=8), 100, 10)["t"].bincount().sum() == 10
 
 
 @pytest.mark.parametrize("policy", ["balanced", "ring"])
@@ -292,9 +292,9 @@ def test_rows_selected_by_a_mask():
     memory = fill(Memory(50), 50, 10)
     old = memory["t"] == 0
     assert torch.equal(memory.rows(old)["x"][:, 0], torch.arange(40.0))
-    assert len(memory.sample(100, where=~old)["x"]) == 10
-    assert set(memory.sample(5, where=~old)["t"].tolist()) == {1}
-    assert memory.sample(5, where=memory["t"] > 9) == {} == memory.rows(memory["t"] > 9)
+    assert len(memory.sample(100, mask=~old)["x"]) == 10
+    assert set(memory.sample(5, mask=~old)["t"].tolist()) == {1}
+    assert memory.sample(5, mask=memory["t"] > 9) == {} == memory.rows(memory["t"] > 9)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -353,7 +353,7 @@ def test_bytes_are_bounded(policy):
         memory.add(x=x, y=torch.full((1000,), step % 5), t=torch.full((1000,), step // 10))
         sizes.add(memory.nbytes)
     assert sizes == {40 * (3 + 8 + 8) + (0 if policy == "reservoir" else 40 * 16)}
-    assert memory.seen == 100_000 and len(memory) == 40
+    assert memory.num_seen == 100_000 and len(memory) == 40
 
 
 @pytest.mark.parametrize("on_disk", [False, True])
@@ -415,7 +415,7 @@ def test_rows_on_disk(tmp_path):
 def test_rows_on_a_device(policy):
     on_cpu = fill(Memory(20, policy), 100, 10)
     on_gpu = fill(Memory(20, policy, device="cuda"), 100, 10)
-    assert on_gpu["x"].is_cuda and on_gpu.sample(3, where=on_gpu["t"] == 0)["x"].is_cuda
+    assert on_gpu["x"].is_cuda and on_gpu.sample(3, mask=on_gpu["t"] == 0)["x"].is_cuda
     on_cpu.add(
         **{k: v.cuda() for k, v in table(10).items()},
         **({"features": torch.rand(10, 2)} if policy == "herding" else {}),
@@ -447,7 +447,7 @@ def test_resuming_equals_an_uninterrupted_run(policy, num_seen, on_disk, tmp_pat
         fill(memory, 180, 10, start=num_seen)
     assert (
         have_equal_rows(original.rows(), resumed.rows())
-        and original.seen == resumed.seen
+        and original.num_seen == resumed.num_seen
         and original.nbytes == resumed.nbytes
     )
     for _ in range(3):
@@ -498,8 +498,8 @@ def test_a_state_of_another_memory_is_refused():
         Memory(30).load_state_dict(state)
     with pytest.raises(ValueError, match="memory with policy='reservoir', this one has 'ring'"):
         Memory(20, "ring").load_state_dict(state)
-    with pytest.raises(ValueError, match=r"memory with by=\['t'\], this one has \['t', 'y'\]"):
-        Memory(20, "ring", by=("t", "y")).load_state_dict(Memory(20, "ring").state_dict())
+    with pytest.raises(ValueError, match=r"memory with group_by=\['t'\], this one has \['t', 'y'\]"):
+        Memory(20, "ring", group_by=("t", "y")).load_state_dict(Memory(20, "ring").state_dict())
 
 
 # Errors.
@@ -512,9 +512,9 @@ def test_a_state_of_another_memory_is_refused():
         ({"capacity": -3}, "Memory.capacity: got -3"),
         ({"capacity": 2.5}, "Memory.capacity: got 2.5"),
         ({"capacity": True}, "Memory.capacity: got True"),
-        ({"each": 0, "policy": "ring"}, "Memory.each: got 0"),
+        ({"max_per_group": 0, "policy": "ring"}, "Memory.max_per_group: got 0"),
         ({"policy": "fifo"}, "Memory.policy: got 'fifo', allowed: reservoir, balanced, ring, herding"),
-        ({"by": "y"}, "A reservoir has no groups"),
+        ({"group_by": "y"}, "A reservoir has no groups"),
         ({"device": "cuda", "folder": "here"}, "device=cuda and folder=here; leave one out"),
     ],
 )
@@ -550,7 +550,7 @@ def test_refused_rows_change_nothing(policy, columns, message):
     old_rows = memory.rows()
     with pytest.raises((ValueError, TypeError), match=message):
         memory.add(**columns)
-    assert have_equal_rows(memory.rows(), old_rows) and memory.seen == 10
+    assert have_equal_rows(memory.rows(), old_rows) and memory.num_seen == 10
     fill(memory, 100, 10, start=10)
     assert len(memory) == 20 and torch.equal(memory["y"], (memory["x"][:, 0].long() % 7).clamp(max=3))
 
@@ -572,14 +572,14 @@ def test_refused_first_rows_change_nothing(columns, message):
     with pytest.raises((ValueError, TypeError), match=message):
         memory.add(**columns)
     memory.add(a=torch.zeros(3), b=torch.zeros(3, 2))
-    assert list(memory.rows()) == ["a", "b"] and len(memory) == memory.seen == 3
+    assert list(memory.rows()) == ["a", "b"] and len(memory) == memory.num_seen == 3
 
 
 @pytest.mark.parametrize(
     ("policy", "columns", "message"),
     [
         ("balanced", {"x": X}, "grouped by y, which needs one integer per row; got NoneType"),
-        ("ring", {"x": X, "t": None}, "grouped by t, .* got NoneType. Choose Memory.by"),
+        ("ring", {"x": X, "t": None}, "grouped by t, .* got NoneType. Choose Memory.group_by"),
         ("balanced", {"x": X, "y": X}, r"got torch.float32 of shape \(4, 2\)"),
         ("herding", {"x": X, "y": Y}, "which needs them"),
         ("herding", {"x": X, "y": Y, "features": X[:2]}, "features of 2 rows for 4 rows"),
@@ -597,13 +597,13 @@ def test_wrong_arguments_raise():
         memory["y"]
     memory.add(x=X, y=Y)
     memory.add(x=X[:0], y=Y[:0])  # an empty batch is accepted
-    assert memory.seen == 4
+    assert memory.num_seen == 4
     with pytest.raises(KeyError, match="its columns: x, y"):
         memory["z"]
     with pytest.raises(ValueError, match="got n=0, allowed: 1 or more"):
         memory.sample(0)
     with pytest.raises(ValueError, match=r"got torch.int64 of shape \(4,\), allowed: a mask"):
-        memory.sample(2, where=Y)
+        memory.sample(2, mask=Y)
 
 
 @pytest.mark.parametrize("policy", ["reservoir", "balanced"])

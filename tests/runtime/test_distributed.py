@@ -227,9 +227,11 @@ def test_attachment_with_distributed_data_parallel(name, two, data):
             for rows in torch.arange(320)[task].split(2 * size):
                 if dist.is_initialized():
                     rows = rows.tensor_split(2)[dist.get_rank()]
-                attachment.see(x[rows], y[rows])
+                outputs = wrapped(x[rows])
+                task_loss = torch.nn.functional.cross_entropy(outputs, y[rows])
+                loss = attachment.loss(task_loss, x[rows], y[rows], outputs)
                 optimizer.zero_grad()
-                torch.nn.functional.cross_entropy(wrapped(x[rows]), y[rows]).backward()
+                loss.backward()
                 optimizer.step()
             method.end_task(model, (x[task], y[task]))
         return {n: v.clone() for n, v in model.state_dict().items()}
@@ -243,13 +245,14 @@ def test_attachment_with_distributed_data_parallel(name, two, data):
 class Threefold(Method):
     """Triple the task loss, so that gradients must be three times the loop's gradients."""
 
-    def task_loss(self, batch, out):
-        return 3 * batch.loss(out)
+    def task_loss(self, model, batch):
+        loss, outputs = super().task_loss(model, batch)
+        return 3 * loss, outputs
 
 
 @pytest.mark.parametrize("way", ["unequal shares", "a sum", "clipped", "scaled"])
-def test_attachment_measures_the_loss_scale_of_all_processes(way, two, data):
-    def gradients():
+def test_attached_losses_are_averaged_over_processes(way, two, data):
+    def gradients(is_attached):
         torch.manual_seed(0)
         model = nets.mlp((1, 8, 8), 10, hidden=(10,))
         x, y = data[0]
@@ -260,18 +263,20 @@ def test_attachment_measures_the_loss_scale_of_all_processes(way, two, data):
             rows = slice(8, 32 if way == "unequal shares" else 16)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**6, enabled=way == "scaled")
         with Threefold().attach(model, optimizer) as attached:
-            attached.see(x[rows], y[rows])
-            reduction = "sum" if way == "a sum" else "mean"
-            loss = torch.nn.functional.cross_entropy(wrapped(x[rows]), y[rows], reduction=reduction)
+            is_sum = way == "a sum"
+            outputs = wrapped(x[rows])
+            loss = torch.nn.functional.cross_entropy(outputs, y[rows], reduction="sum" if is_sum else "mean")
+            if is_attached:
+                loss = attached.loss(loss, x[rows], y[rows], outputs, weight=len(y[rows]) if is_sum else 1.0)
             scaler.scale(loss).backward()
             scaler.unscale_(optimizer)
             if way == "clipped":
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-            loop_gradients = [p.grad.clone() for p in model.parameters()]
-            scaler.step(optimizer)
-        return loop_gradients, [p.grad.clone() for p in model.parameters()]
+            if is_attached:
+                scaler.step(optimizer)
+        return [p.grad.clone() for p in model.parameters()]
 
-    for loop_gradients, method_gradients in two(gradients):
+    for loop_gradients, method_gradients in two(lambda: (gradients(False), gradients(True))):
         for a, b in zip(loop_gradients, method_gradients, strict=True):
             factor = 1 if way == "clipped" else 3  # three times the loss is clipped to the same norm
             torch.testing.assert_close(b, factor * a, rtol=1e-4, atol=1e-6)

@@ -28,7 +28,7 @@ def with_nan():
         ((X, Y), {"batch_size": 0}, "batch_size must be a whole number"),
         ((X, Y), {"accumulate": 0}, "accumulate must be a whole number"),
         ((X, Y), {"precision": "float16"}, "precision: got 'float16', allowed: 'float32', 'bfloat16'"),
-        ((X, Y), {"epochs": 1.5}, "epochs must be a whole number of at least 1, got 1.5"),
+        ((X, Y), {"epochs": 1.5}, "epochs must be a whole number of at least 0, got 1.5"),
         ((X, Y), {"clip": -1.0}, "clip must be above 0"),
         ((X, Y), {"clip": float("inf")}, "clip must be above 0 and finite, got inf; None for no clipping"),
         ((X, Y[:, None]), {}, r"outputs of shape \(8, 2\) for labels of shape \(8, 1\): use y.squeeze"),

@@ -154,7 +154,7 @@ def test_an_update_is_what_one_writes_oneself(shop):
     go(parts[1], old=parts[0])
     go(parts[2])
     model, method = make(), ER(200)
-    method.memory = Memory(200, "balanced", by=("t", "y"))  # as an update has it by default
+    method.memory = Memory(200, "balanced", group_by=("t", "y"))  # as an update has it by default
     model.load_state_dict(safetensors.torch.load_file("state/update-0000/model.safetensors"))
     for batch in Task(parts[0][0], id=0).batches(32, 4):
         method.observe(batch, model(batch.x).detach())
@@ -1485,9 +1485,9 @@ def test_old_data_are_offered_to_a_memory_as_often_as_the_new_ones():
     model, method = nn.Linear(4, 3), ER(60)
     how = TrainingOptions(Training(epochs=10, batch_size=20), lambda p: torch.optim.SGD(p, lr=0.1), None)
     consolidate_old_data(model, method, (x, y), how)
-    assert method.memory.seen == 600
+    assert method.memory.num_seen == 600
     train_update(model, method, (x, y), 1, None, how)
-    assert method.memory.seen == 1200
+    assert method.memory.num_seen == 1200
     assert abs(method.memory["t"].bincount()[0] - 30) < 12  # three standard deviations
 
 

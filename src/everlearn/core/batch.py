@@ -7,10 +7,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from everlearn.core.data_source import Inputs, row_count, unlisted
+from everlearn.core.forward import forward
 from everlearn.core.likelihood import Categorical, Likelihood
 
 Transform = Callable[[Inputs], Inputs]
@@ -32,6 +33,8 @@ class Batch:
         epoch: pass over the task's data that this batch belongs to, for progress bars and messages.
         raw: inputs before augmentation, if there is any.
         transform: the augmentation, for examples that are replayed.
+        outputs: the model's outputs for x, if a training loop has computed them already.
+        loop_loss: the training loop's own loss of these outputs, if it replaces that of the likelihood.
     """
 
     x: Inputs
@@ -42,6 +45,8 @@ class Batch:
     epoch: int = 0
     raw: Inputs | None = None
     transform: Transform | None = None
+    outputs: Tensor | None = field(default=None, repr=False)
+    loop_loss: Tensor | None = field(default=None, repr=False)
 
     # Cache of labeled_rows(): the labels, and the mask that was computed from them.
     _labeled: tuple[Tensor, Tensor | None] | None = field(default=None, repr=False, compare=False)
@@ -71,8 +76,16 @@ class Batch:
             return None
         return self.allowed[self.t]
 
+    def forward(self, model: nn.Module) -> Tensor:
+        """Outputs of the model for this batch; those of the training loop if it has computed them."""
+        if self.outputs is not None:
+            return self.outputs
+        return forward(model, self.x)
+
     def loss(self, outputs: Tensor) -> Tensor:
-        """Mean loss of the model's outputs for this batch."""
+        """Mean loss of the model's outputs for this batch; that of the training loop if it has its own."""
+        if self.loop_loss is not None and (self.outputs is None or outputs is self.outputs):
+            return self.loop_loss
         return self.likelihood.loss(outputs, self.labels(), self.allowed_rows)
 
     def score(self, outputs: Tensor) -> Tensor:
@@ -81,7 +94,7 @@ class Batch:
 
     def like(self, x: Inputs, y: Tensor | None, t: Tensor | None) -> Batch:
         """Create a batch of other examples under the same scenario mask, likelihood and transform."""
-        return replace(self, x=x, y=y, t=t, raw=None)
+        return replace(self, x=x, y=y, t=t, raw=None, outputs=None, loop_loss=None)
 
     def __add__(self, other: Batch) -> Batch:
         """Concatenate two batches; mask, likelihood and transform are those of the first."""
@@ -90,14 +103,7 @@ class Batch:
                 "Batches can be concatenated if both or neither have labels, and both or neither have task indices."
             )
 
-        try:
-            x = tree_map(_concatenate, self.x, other.x)
-        except RuntimeError as error:
-            raise ValueError(
-                f"These examples cannot be concatenated into one batch: {error}. Give all inputs the same shape; "
-                "pad sentences to the same length."
-            ) from None
-
+        x = concatenate_inputs(self.x, other.x)
         y = None
         if self.y is not None and other.y is not None:
             y = torch.cat([self.y, other.y])
@@ -140,7 +146,13 @@ class Batch:
             return value
 
         return replace(
-            self, x=tree_map(select, self.x), y=select(self.y), t=select(self.t), raw=tree_map(select, self.raw)
+            self,
+            x=tree_map(select, self.x),
+            y=select(self.y),
+            t=select(self.t),
+            raw=tree_map(select, self.raw),
+            outputs=None,
+            loop_loss=None,
         )
 
     @property
@@ -149,6 +161,13 @@ class Batch:
         if self.y is None:
             return float(len(self))
         return float(self.likelihood.weight(self.y))
+
+    def num_labels(self) -> Tensor | int:
+        """Number of labels that the loss averages over, without a synchronization with the device."""
+        counted = self.likelihood.counted(self.y)
+        if counted is None:
+            return len(self)
+        return counted.sum()
 
     def labeled_rows(self) -> Tensor | None:
         """Mask of the examples with a label that is not ignored; None if all have one."""
@@ -170,6 +189,17 @@ class Batch:
         if self.y is None:
             raise ValueError("This batch has no labels: a loss needs them; give pairs (x, y).")
         return self.y
+
+
+def concatenate_inputs(first: Inputs, second: Inputs) -> Inputs:
+    """Concatenate the inputs of two batches."""
+    try:
+        return tree_map(_concatenate, first, second)
+    except RuntimeError as error:
+        raise ValueError(
+            f"These examples cannot be concatenated into one batch: {error}. Give all inputs the same shape; "
+            "pad sentences to the same length."
+        ) from None
 
 
 def _concatenate(*values: Any) -> Any:

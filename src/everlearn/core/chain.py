@@ -32,7 +32,7 @@ class Chain(Method):
         for method in methods:
             self.methods += methods_of(method)
 
-        self._owner = {hook: self._find_owner(hook) for hook in ("join", "task_loss", "predict")}
+        self._owner = {hook: self._find_owner(hook) for hook in ("task_loss", "predict")}
 
     def _find_owner(self, hook: str) -> Method:
         """Find the only method that overrides a hook which cannot be composed; the first method if none does."""
@@ -44,9 +44,9 @@ class Chain(Method):
             return owners[0]
         return self.methods[0]
 
-    def changes(self, verb: str) -> bool:
+    def changes(self, hook: str) -> bool:
         """Whether any method overrides the hook."""
-        return any(m.changes(verb) for m in self.methods)
+        return any(m.changes(hook) for m in self.methods)
 
     @property
     def deployable(self) -> bool:  # type: ignore[override]
@@ -54,9 +54,14 @@ class Chain(Method):
         return all(m.deployable for m in self.methods)
 
     @property
-    def of_parameters(self) -> bool:
-        """Whether the penalties of all methods depend on the parameters only."""
-        return all(m.of_parameters for m in self.methods)
+    def trains(self) -> bool:  # type: ignore[override]
+        """Whether any method needs gradient steps."""
+        return any(m.trains for m in self.methods)
+
+    @property
+    def needs_batch(self) -> bool:
+        """Whether any method needs the batch."""
+        return any(m.needs_batch for m in self.methods)
 
     def __repr__(self) -> str:
         return " + ".join(map(repr, self.methods))
@@ -66,41 +71,21 @@ class Chain(Method):
         for m in self.methods:
             m.begin_task(model, task)
 
-    def resume(self, model: nn.Module, task: Any) -> None:
-        """Call each method's hook in order."""
-        for m in self.methods:
-            m.resume(model, task)
-
-    def join(self, batch: Batch) -> Batch:
+    def task_loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """Call the hook of the only method that overrides it."""
-        return self._owner["join"].join(batch)
+        return self._owner["task_loss"].task_loss(model, batch)
 
-    def task_loss(self, batch: Batch, out: Tensor) -> Tensor:
-        """Call the hook of the only method that overrides it."""
-        return self._owner["task_loss"].task_loss(batch, out)
-
-    def penalty(self, model: nn.Module, batch: Batch | None = None, out: Tensor | None = None) -> Tensor | float:
+    def penalty(self, model: nn.Module, batch: Batch | None = None, outputs: Tensor | None = None) -> Tensor | float:
         """Sum of the methods' penalties."""
-        return _sum_penalties(m.penalty(model, batch, out) for m in self.methods)
+        total: Tensor | float = 0.0
+        for m in self.methods:
+            total = total + m.penalty(model, batch, outputs)
+        return total
 
-    def _in_graph_penalty(self, model: nn.Module, batch: Batch | None, out: Tensor | None) -> Tensor | float:
-        """Sum of the methods' penalties whose gradient is not deferred."""
-        return _sum_penalties(m._in_graph_penalty(model, batch, out) for m in self.methods)
-
-    def penalty_gradient(self, model: nn.Module) -> None:
+    def observe(self, batch: Batch, outputs: Tensor) -> None:
         """Call each method's hook in order."""
         for m in self.methods:
-            m.penalty_gradient(model)
-
-    def pull(self, model: nn.Module) -> None:
-        """Add each method's deferred penalty gradient in order."""
-        for m in self.methods:
-            m.pull(model)
-
-    def observe(self, batch: Batch, out: Tensor) -> None:
-        """Call each method's hook in order."""
-        for m in self.methods:
-            m.observe(batch, out)
+            m.observe(batch, outputs)
 
     def before_step(self, model: nn.Module) -> None:
         """Call each method's hook in order."""
@@ -120,11 +105,6 @@ class Chain(Method):
     def predict(self, model: nn.Module, x: Any, task: Tensor | None = None) -> Tensor:
         """Call the hook of the only method that overrides it."""
         return self._owner["predict"].predict(model, x, task)
-
-    def _after_forward(self, model: nn.Module) -> None:
-        """Call each method's hook in order."""
-        for m in self.methods:
-            m._after_forward(model)
 
     def detach(self, model: nn.Module) -> None:
         """Detach each method, in reverse order."""
@@ -155,14 +135,6 @@ class Chain(Method):
             raise ValueError(f"This state is of a chain of {len(state)} methods, this chain has {len(self.methods)}.")
         for i, m in enumerate(self.methods):
             m.load_state_dict(state[str(i)])
-
-
-def _sum_penalties(penalties: Iterable[Tensor | float]) -> Tensor | float:
-    """Sum penalties; the float 0.0 of a method without one creates no tensor."""
-    total: Tensor | float = 0.0
-    for penalty in penalties:
-        total = total + penalty
-    return total
 
 
 def methods_of(method: Method) -> list[Method]:

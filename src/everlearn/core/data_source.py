@@ -383,8 +383,9 @@ def renumber(values: Tensor, mapping: Mapping[int, int], kind: str = "label") ->
     unknown = values[~is_known & (values != IGNORED_LABEL)].unique().tolist()
     if unknown:
         raise ValueError(
-            f"The {kind} {unknown[0]} is not one of the task's: it has {', '.join(map(str, sorted_keys[:20]))}. Training "
-            "and test data of a task have the same classes; where they come in batches, name them all with classes=…."
+            f"The {kind} {unknown[0]} is not one of the task's: it has {', '.join(map(str, sorted_keys[:20]))}. "
+            "Training and test data of a task have the same classes; where they come in batches, name them all with "
+            "classes=…."
         )
     return torch.where(is_known, numbers[index], values)
 

@@ -1,4 +1,4 @@
-"""The base class of continual-learning methods: eleven optional hooks that a training loop calls."""
+"""The base class of continual-learning methods: eight optional hooks that a training loop calls."""
 
 from __future__ import annotations
 
@@ -49,8 +49,7 @@ class Method:
     attribute is state: tensors, numbers and dicts of them, set in ``__post_init__``. Attributes with a leading
     underscore are temporary and not saved. A method has no access to the trainer, the optimizer or the scenario.
 
-    ``deployable`` is False for a method whose predictions need more than the model's weights: hooks on the model, a
-    sub-network per task, added units or an overridden ``predict``. ``update`` deploys weights and refuses such methods.
+    To resume within a task, load the state of model and method and call ``begin_task`` again.
     """
 
     traits: ClassVar[Traits] = Traits(
@@ -63,11 +62,16 @@ class Method:
         weak=dict.fromkeys(SCENARIOS, "does nothing against forgetting: the lower bound of every comparison"),
     )
 
-    # Whether a plain model with the same weights gives the outputs of ``predict``.
+    # False for methods that only collect statistics: the trainer takes no gradient steps.
+    trains: ClassVar[bool] = True
+
+    # Whether a plain model with the same weights gives the outputs of ``predict``. ``update`` deploys weights and
+    # refuses methods that need more, such as hooks on the model, a sub-network per task or added units.
     deployable: ClassVar[bool] = True
 
-    # Whether the last loss left out the penalty, so that ``pull`` must still add its gradient.
-    _owes = False
+    # Whether ``penalty`` uses the batch, or depends on the parameters only.
+    penalty_uses_batch: ClassVar[bool] = True
+
     _checked_outputs = False
     _checked_statistics = False
 
@@ -82,34 +86,22 @@ class Method:
     # Hooks. In brackets: how a chain of methods composes them.
 
     def begin_task(self, model: nn.Module, task: Any) -> None:
-        """Grow, wrap or snapshot the model before the optimizer is created. [in order]"""
+        """Grow, wrap or snapshot the model before the optimizer is created. [in order]
 
-    def resume(self, model: nn.Module, task: Any) -> None:
-        """Restore hooks and caches after loading a mid-task checkpoint. [in order]
-
-        Called after ``begin_task``, once model and state hold the values of the checkpoint.
+        Called again when training resumes within a task, once model and state are loaded: a method that changes the
+        model or its own state here must see from its state that the task has begun, and restore hooks and caches only.
         """
 
-    def join(self, batch: Batch) -> Batch:
-        """Return the batch of the forward pass: the given examples first, then any replayed ones. [at most one override]"""
-        return batch
+    def task_loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Loss of the batch, and the model's outputs for its examples. [at most one override]"""
+        outputs = batch.forward(model)
+        return batch.loss(outputs), outputs
 
-    def task_loss(self, batch: Batch, out: Tensor) -> Tensor:
-        """Loss of the batch that ``join`` returned. [at most one override]"""
-        return batch.loss(out)
-
-    def penalty(self, model: nn.Module, batch: Batch | None = None, out: Tensor | None = None) -> Tensor | float:
+    def penalty(self, model: nn.Module, batch: Batch | None = None, outputs: Tensor | None = None) -> Tensor | float:
         """Term that is added to the task loss. [summed]"""
         return 0.0
 
-    def penalty_gradient(self, model: nn.Module) -> None:
-        """Add the gradient of ``penalty(model)`` to ``p.grad`` in closed form. [in order]
-
-        For penalties that depend on the parameters only. It costs half of a penalty in the loss; ``pull`` calls it.
-        Ignored if a subclass overrides ``penalty`` but not this hook.
-        """
-
-    def observe(self, batch: Batch, out: Tensor) -> None:
+    def observe(self, batch: Batch, outputs: Tensor) -> None:
         """Record a micro-batch and its detached outputs after the forward pass. [in order]"""
 
     def before_step(self, model: nn.Module) -> None:
@@ -134,13 +126,12 @@ class Method:
 
     # Called by training loops, not overridden by methods.
 
-    def loss(self, model: nn.Module, batch: Batch, *, pulled: bool = False) -> Tensor:
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Compute the task loss plus the penalty of a training step.
 
         Args:
             model: the model in training mode.
             batch: examples of the current task.
-            pulled: leave out penalties whose gradient ``pull(model)`` adds after ``backward()``.
         """
         if not isinstance(batch, Batch):
             raise TypeError(f"loss() needs a Batch, got a {type(batch).__name__}: {_batch_hint(batch)}.")
@@ -149,75 +140,42 @@ class Method:
         if not self._checked_outputs:
             check_next_tokens(model, batch.x, batch.y)
 
-        joint_batch = self.join(batch)
-        out = forward(model, joint_batch.x)
+        task_loss, outputs = self.task_loss(model, batch)
 
         if not self._checked_outputs:
             self._checked_outputs = True
-            batch.likelihood.check_outputs(out)
-        self._after_forward(model)
+            batch.likelihood.check_outputs(outputs)
 
-        task_loss = self.task_loss(joint_batch, out)
+        penalty = self.penalty(model, batch, outputs)
+        self.observe(batch, outputs.detach())
 
-        # The penalty and ``observe`` concern the current task's examples, which come first in the joint batch.
-        if joint_batch is not batch:
-            out = out[: len(batch)]
-        penalty = self._in_graph_penalty(model, batch, out) if pulled else self.penalty(model, batch, out)
-        self.observe(batch, out.detach())
+        loss = task_loss
+        if not isinstance(penalty, float) or penalty != 0.0:
+            loss = task_loss + penalty
+        return self._note_loss(loss)
 
-        if self.changes("join") or self.changes("task_loss"):
-            self._noted(task_loss)
-        else:
-            self._noted(penalty)
-
-        if isinstance(penalty, float) and penalty == 0.0:
-            return task_loss
-        return task_loss + penalty
-
-    def _noted(self, loss: Tensor | float) -> Tensor | float:
+    def _note_loss(self, loss: Tensor) -> Tensor:
         """Return the loss unchanged, after reporting it to the attachment, which would add it a second time."""
         if self._attached is not None:
             self._attached.note_loss(loss)
         return loss
 
-    def _in_graph_penalty(self, model: nn.Module, batch: Batch | None, out: Tensor | None) -> Tensor | float:
-        """Penalty to include in the loss: 0.0 if ``pull`` adds its gradient instead."""
-        self._owes = self._has_closed_form_gradient and self.changes("penalty")
-        if self._owes:
-            return 0.0
-        return self.penalty(model, batch, out)
-
-    def pull(self, model: nn.Module) -> None:
-        """Add the gradient of the penalty that ``loss(model, batch, pulled=True)`` left out, once per step."""
-        if self._owes:
-            self._owes = False
-            self.penalty_gradient(model)
-
     def attach(self, model: nn.Module, optimizer: Optimizer, likelihood: Likelihood | None = None) -> Attachment:
-        """Call the hooks of every step through the optimizer's hooks, in any training loop; see ``Attachment``.
+        """Use the method in an external training loop; see ``Attachment``.
 
-        Call ``begin_task`` and ``end_task`` yourself, and ``attachment.see(x, y)`` where the method needs labels.
+        Call ``begin_task`` before the optimizer is created, and ``end_task`` after the loop.
         """
         return Attachment(self, model, optimizer, likelihood)
 
-    def changes(self, verb: str) -> bool:
+    def changes(self, hook: str) -> bool:
         """Whether the class overrides the hook of this name."""
-        return getattr(type(self), verb) is not getattr(Method, verb)
+        return getattr(type(self), hook) is not getattr(Method, hook)
 
     @property
-    def of_parameters(self) -> bool:
-        """Whether everything beyond the task loss depends on the parameters only, not on the batch."""
-        return not any(map(self.changes, ("join", "task_loss", "observe"))) and self._has_closed_form_gradient
-
-    @property
-    def _has_closed_form_gradient(self) -> bool:
-        """Whether ``penalty_gradient`` is the gradient of ``penalty``."""
-        # A subclass that overrides only ``penalty`` inherits the gradient of another penalty.
-        is_current = _mro_depth(self, "penalty_gradient") <= _mro_depth(self, "penalty")
-        return is_current or not self.changes("penalty")
-
-    def _after_forward(self, model: nn.Module) -> None:
-        """Inspect the model after the forward pass of a loss."""
+    def needs_batch(self) -> bool:
+        """Whether anything beyond the task loss depends on the batch, not only on the parameters."""
+        has_batch_penalty = self.changes("penalty") and self.penalty_uses_batch
+        return has_batch_penalty or self.changes("task_loss") or self.changes("observe")
 
     def _check_statistics(self, model: nn.Module) -> None:
         """Warn once, in a later task, of running statistics that the method does not protect."""
@@ -298,8 +256,3 @@ def count_parameters(model: nn.Module, method: Method) -> int:
     8
     """
     return sum(p.numel() for p in model.parameters()) + method.extra_parameters(model)
-
-
-def _mro_depth(method: Method, hook: str) -> int:
-    """Index of the class in the method resolution order that defines the hook."""
-    return next(depth for depth, base in enumerate(type(method).__mro__) if hook in vars(base))

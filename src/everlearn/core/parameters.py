@@ -235,7 +235,8 @@ def check_finite(parameters: Mapping[str, Tensor]) -> None:
     refuse_meta(parameters.values())
     if not all(p.isfinite().all() for p in parameters.values()):
         raise FloatingPointError(
-            "The weights are no longer finite: lower the learning rate or the strength of the method, or clip gradients."
+            "The weights are no longer finite: lower the learning rate or the strength of the method, or clip "
+            "gradients."
         )
 
 

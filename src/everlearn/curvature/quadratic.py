@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,9 +22,6 @@ from everlearn.core.parameters import (
 from everlearn.curvature.diagonal import Diagonal, to_device_of
 from everlearn.curvature.full import Full
 from everlearn.curvature.kronecker import Kronecker
-
-# Elements that are processed together, which bounds the size of temporary tensors.
-MAX_GROUP_ELEMENTS = 2**22
 
 Form = Diagonal | Kronecker | Full
 FORMS: dict[str, type[Form]] = {"diagonal": Diagonal, "kronecker": Kronecker, "full": Full}
@@ -72,44 +68,6 @@ class Quadratic:
         theta = self._add_frozen(model, theta)
         value: Tensor = _QuadraticValue.apply(self, list(theta), *theta.values())  # type: ignore[no-untyped-call]
         return value
-
-    @torch.no_grad()
-    def pull(self, model: nn.Module, parameters: Params) -> None:
-        """Add the gradient F δ - s to ``p.grad`` in place, at half the cost of a value and its backward pass.
-
-        A parameter whose gradient is exactly zero keeps its ``p.grad``, which is None where the loss does not use it.
-
-        Args:
-            model: whose parameters are θ.
-            parameters: its trainable parameters, by name.
-        """
-        anchored = remembered_parameters(model, self.anchor, parameters, self.widened)
-        form_names = self.form.names
-        theta = {name: tensor for name, tensor in anchored.items() if name in form_names}
-        if not theta:  # all are frozen
-            return
-
-        if isinstance(self.form, Diagonal) and not self.slope:
-            for group in _group_by_size(theta):
-                gradients = list(self._delta(group).values())
-                diagonal = [
-                    to_device_of(self.form.values[name], d).to(d.dtype)
-                    for name, d in zip(group, gradients, strict=True)
-                ]
-                # Not addcmul, which rounds once: autograd rounds the product before it adds it.
-                torch._foreach_mul_(gradients, diagonal)
-                self._accumulate_grad(parameters, dict(zip(group, gradients, strict=True)))
-        else:
-            _, gradient = self._value_and_gradient(self._add_frozen(model, theta))
-            self._accumulate_grad(parameters, {name: gradient[name] for name in theta})
-
-    def _accumulate_grad(self, parameters: Params, gradient: Params) -> None:
-        """Add a gradient to ``p.grad`` where it is not exactly zero."""
-        moved = self._update_moved(gradient)
-        names = [name for name in gradient if name in moved]
-        if names:
-            targets = [_grad_block(parameters[name], gradient[name].shape) for name in names]
-            torch._foreach_add_(targets, [gradient[name] for name in names])
 
     def _update_moved(self, gradient: Params) -> set[str]:
         """Return the parameters whose gradient is, or once was, nonzero.
@@ -316,30 +274,6 @@ class _QuadraticValue(torch.autograd.Function):
             else:
                 theta_grads.append(None)
         return None, None, *theta_grads
-
-
-def _group_by_size(theta: Params) -> Iterator[Params]:
-    """Yield parameters in groups, so that temporary tensors never have the size of a large model."""
-    group: Params = {}
-    num_elements = 0
-    for name, parameter in theta.items():
-        group[name] = parameter
-        num_elements += parameter.numel()
-        if num_elements >= MAX_GROUP_ELEMENTS:
-            yield group
-            group = {}
-            num_elements = 0
-    if group:
-        yield group
-
-
-def _grad_block(parameter: Tensor, shape: torch.Size) -> Tensor:
-    """Return the part of ``p.grad`` that has an anchor; create a dense ``p.grad`` if needed."""
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    elif parameter.grad.is_sparse:  # the penalty's gradient is dense
-        parameter.grad = parameter.grad.to_dense()
-    return leading_block(parameter.grad, shape)
 
 
 def _dot(a: Params, b: Params) -> Tensor:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from everlearn.core.attachment import Attachment
+from everlearn.core.attachment_checks import common_weights, has_weight
+from everlearn.core.batch import Batch
 from everlearn.core.data_source import as_rows
 from everlearn.core.forward import next_token_labels, shifts_labels
 from everlearn.core.likelihood import Likelihood
@@ -43,9 +45,9 @@ class Outputs(nn.Module):
 class Continual(TrainerCallback):  # type: ignore[misc]
     """Trainer callback that applies a method in ``trainer.train()``; each call is one task.
 
-    The Trainer's loss is unchanged. The method's state is saved in the Trainer's checkpoints, next to an adapter if
-    there is one, and loaded from there when training resumes. The consolidated state after the task is saved in the
-    output folder itself. The Trainer clips the norm of all gradients, including the method's part. It cannot train
+    The loss that the model computes gets the method's terms. The method's state is saved in the Trainer's checkpoints,
+    next to an adapter if there is one, and loaded from there when training resumes. The consolidated state after the
+    task is saved in the output folder itself. The Trainer clips the gradient of the total loss. It cannot train
     parameters of the method itself, as HAT has them.
 
     Args:
@@ -68,7 +70,10 @@ class Continual(TrainerCallback):  # type: ignore[misc]
         self.likelihood = likelihood
         self.checkpoint = checkpoint
         self._attached: Attachment | None = None
-        self._hooks: list[Any] = []
+        self._hook: Any = None
+        self._loss_kind: str | None = None
+        self._max_grad_norm: float | None = None
+        self._training_arguments: Any = None
         self._current_task = Task()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -85,9 +90,7 @@ class Continual(TrainerCallback):  # type: ignore[misc]
         if state.global_step:
             default_checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
             self._load(Path(self.checkpoint or default_checkpoint))
-            self.method.resume(model, self._current_task)
-        else:
-            self.method.begin_task(model, self._current_task)
+        self.method.begin_task(model, self._current_task)
         if list(self.method.parameters()):
             raise TypeError(
                 f"{type(self.method).__name__} has parameters of its own, which Hugging Face's Trainer cannot train: "
@@ -95,10 +98,14 @@ class Continual(TrainerCallback):  # type: ignore[misc]
             )
 
         self._attached = self.method.attach(model, kwargs["optimizer"], self._current_task.likelihood)
-        self._hooks = [
-            inner_model.register_forward_pre_hook(self._attached.before_pass, with_kwargs=True),
-            inner_model.register_forward_hook(self._after_pass, with_kwargs=True),
-        ]
+        self._loss_kind = None
+        self._hook = inner_model.register_forward_hook(self._after_pass, with_kwargs=True)
+
+        # A method edits gradients before they are clipped, and the Trainer has no hook there: it clips here instead.
+        if self.method.changes("before_step"):
+            self._max_grad_norm = args.max_grad_norm
+            args.max_grad_norm = 0.0
+            self._training_arguments = args
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End the task, and save the consolidated state; checkpoints were written before."""
@@ -109,6 +116,14 @@ class Continual(TrainerCallback):  # type: ignore[misc]
         self.method.end_task(model, self._current_task)
         if args.save_strategy != "no":
             save(self.method, args.output_dir)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Let the method edit the gradients, then clip them."""
+        if self._attached is None or self._training_arguments is None:
+            return
+        self._attached.before_step()
+        if self._max_grad_norm:
+            nn.utils.clip_grad_norm_(self._attached.model.parameters(), self._max_grad_norm)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Save the method's state in the model's checkpoint."""
@@ -125,24 +140,55 @@ class Continual(TrainerCallback):  # type: ignore[misc]
     def _detach(self) -> None:
         if self._attached is not None:
             self._attached.remove()
-            for hook in self._hooks:
-                hook.remove()
+            self._hook.remove()
             self._attached = None
+        if self._training_arguments is not None:
+            self._training_arguments.max_grad_norm = self._max_grad_norm
+            self._training_arguments = None
 
-    def _after_pass(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
-        """Announce the batch of a training pass to the method."""
-        logits = extract_logits(model, outputs)
+    def _after_pass(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Any:
+        """Add the method's terms to the loss that the model has computed."""
         is_training_pass = model.training and torch.is_grad_enabled()
-        if self._attached is None or self._attached.busy or not is_training_pass:
-            return
+        if self._attached is None or self._attached.is_computing or not is_training_pass:
+            return None
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
+        if loss is None:
+            if self.method.needs_batch:
+                raise ValueError(
+                    f"{type(self.method).__name__} adds terms to the loss that the model computes, and this one "
+                    "computed none: the Trainer computes it itself with label smoothing and compute_loss_func. Leave "
+                    "these out, or use method.attach in your own loop."
+                )
+            return None
 
-        # A method that depends on the parameters only needs no labels, just the moment of the backward pass.
-        if self.method.of_parameters:
-            self._attached.see(kwargs, out=logits)
-        else:
-            batch = {name: value for name, value in kwargs.items() if isinstance(value, Tensor) and value.dim()}
-            x, y = split_batch(model, batch)
-            self._attached.see(x, y, out=logits)
+        batch = {name: value for name, value in kwargs.items() if isinstance(value, Tensor) and value.dim()}
+        x, y = split_batch(model, batch)
+        logits = extract_logits(model, outputs)
+        weight = self._find_weight(loss, y, logits, kwargs.get("num_items_in_batch"))
+        outputs["loss"] = self._attached.loss(loss, x, y, logits, weight=weight)
+        return outputs
+
+    def _find_weight(self, loss: Tensor, y: Tensor | None, logits: Tensor, num_items: Any) -> float:
+        """Return the factor of a mean over labels in the model's loss.
+
+        Some models divide a sum by the number of labels of all accumulated batches, others ignore that number and
+        take a mean. Losses of regression and of several labels are means over outputs, too.
+        """
+        likelihood = self._current_task.likelihood
+        if y is None:
+            return 1.0
+        batch = Batch(logits, likelihood.labels(y), likelihood=likelihood, outputs=logits)
+        weights = {"a mean": 1.0, **common_weights(batch)}
+        if num_items is not None:
+            weights["a share of all accumulated labels"] = batch.weight / float(num_items)
+
+        # The kind of loss is recognized once, on a batch on which it can be told from the others.
+        if self._loss_kind is None:
+            kinds = [kind for kind, weight in weights.items() if has_weight(loss, batch, weight)]
+            if len({weights[kind] for kind in kinds}) == 1 and len(kinds) == 1:
+                self._loss_kind = kinds[0]
+            return weights[kinds[0]] if kinds else 1.0
+        return weights[self._loss_kind]
 
 
 class Pairs:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from everlearn.core.attachment import Attachment
@@ -41,26 +43,36 @@ class TransferredBatches:
 class Continual(Callback):  # type: ignore[misc]
     """Lightning callback that applies a method in ``trainer.fit``; each call is one task.
 
-    The module's loss is unchanged. Batches are pairs (x, y) or dicts with labels. The method's state is saved in
-    Lightning's checkpoints. If Lightning clips gradients by norm, it clips all of them, including the method's part.
+    The loss that ``training_step`` returns gets the method's terms. Batches are pairs (x, y) or dicts with labels. The
+    method's state is saved in Lightning's checkpoints. Lightning scales, accumulates and clips the total loss.
 
     Args:
         method: the method; use the same object for every fit.
         task: the data or a ``Task``; by default the trainer's data.
         model: name of the submodule that computes the outputs; by default the module itself, by its ``forward``.
         likelihood: distribution of the outputs.
+        weight: factor of a mean over the batch's labels in the module's loss, if it is not a mean; see
+            ``Attachment.loss``. A function gets the batch.
     """
 
     def __init__(
-        self, method: Method, task: Any = None, *, model: str | None = None, likelihood: Likelihood | None = None
+        self,
+        method: Method,
+        task: Any = None,
+        *,
+        model: str | None = None,
+        likelihood: Likelihood | None = None,
+        weight: float | Callable[[Any], float] = 1.0,
     ) -> None:
         self.method = method
         self.task = task
         self.model = model
         self.likelihood = likelihood
+        self.weight = weight
         self._attached: Attachment | None = None
-        self._is_resumed = False
+        self._training_passes: list[tuple[Any, Any]] | None = None  # inputs and outputs, within a training step
         self._restore_configure: Callable[[], None] = lambda: None
+        self._restore_step: Callable[[], None] = lambda: None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Begin or resume the task when the optimizers are configured.
@@ -70,22 +82,12 @@ class Continual(Callback):  # type: ignore[misc]
         """
         if stage != "fit":
             return
-        instance_override = vars(pl_module).get("configure_optimizers")
         configure = pl_module.configure_optimizers
 
-        def restore_configure() -> None:
-            vars(pl_module).pop("configure_optimizers", None)
-            if instance_override is not None:
-                pl_module.configure_optimizers = instance_override
-
         def begin_and_configure() -> Any:
-            restore_configure()
+            self._restore_configure()
             model = self._select_model(pl_module)
-            if self._is_resumed:
-                self.method.resume(model, self._create_task(trainer))
-            else:
-                self.method.begin_task(model, self._create_task(trainer))
-            self._is_resumed = False
+            self.method.begin_task(model, self._create_task(trainer))
 
             # While optimizers are configured, self.parameters() includes the method's parameters.
             pl_module.everlearn = nn.ParameterList(self.method.parameters())
@@ -94,21 +96,72 @@ class Continual(Callback):  # type: ignore[misc]
             finally:
                 del pl_module.everlearn
 
-        pl_module.configure_optimizers = begin_and_configure
-        self._restore_configure = restore_configure
+        self._restore_configure = _override(pl_module, "configure_optimizers", begin_and_configure)
 
     def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
         """Attach the method to the optimizer."""
         if len(trainer.optimizers) != 1:
             raise ValueError(f"A method needs exactly one optimizer, this module has {len(trainer.optimizers)}.")
         likelihood = self._create_task(trainer).likelihood
-        self._attached = self.method.attach(self._select_model(pl_module), trainer.optimizers[0], likelihood)
+        model = self._select_model(pl_module)
+        self._attached = self.method.attach(model, trainer.optimizers[0], likelihood)
 
-    def on_train_batch_start(self, trainer: Any, pl_module: nn.Module, batch: Any, batch_idx: int) -> None:
-        """Announce the batch with its labels, for methods that depend on examples."""
-        if self._attached is not None and not self.method.of_parameters:
-            x, y, _ = as_rows(batch)
-            self._attached.see(x, y)
+        pass_hook = model.register_forward_hook(self._record_pass, with_kwargs=True)
+        training_step: Callable[..., Any] = pl_module.training_step  # type: ignore[assignment]
+
+        @functools.wraps(training_step)
+        def step_and_add_terms(batch: Any, *args: Any, **kwargs: Any) -> Any:
+            self._training_passes = []
+            try:
+                result = training_step(batch, *args, **kwargs)
+                return self._add_terms(result, batch, self._training_passes)
+            finally:
+                self._training_passes = None
+
+        remove_override = _override(pl_module, "training_step", step_and_add_terms)
+
+        def restore_step() -> None:
+            pass_hook.remove()
+            remove_override()
+
+        self._restore_step = restore_step
+
+    def _record_pass(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
+        """Record inputs and outputs of the model within a training step."""
+        is_own_pass = self._attached is not None and self._attached.is_computing
+        if self._training_passes is None or is_own_pass or not torch.is_grad_enabled():
+            return
+        inputs: Any = args or kwargs
+        if len(args) == 1 and not kwargs:
+            inputs = args[0]
+        self._training_passes.append((inputs, outputs))
+
+    def _add_terms(self, result: Any, batch: Any, passes: list[tuple[Any, Any]]) -> Any:
+        """Add the method's terms to the loss that ``training_step`` has returned."""
+        loss = result["loss"] if isinstance(result, Mapping) else result
+        if self._attached is None or loss is None:
+            return result
+        weight = self.weight(batch) if callable(self.weight) else self.weight
+
+        if self.method.needs_batch:
+            name = type(self.method).__name__
+            if len(passes) != 1:
+                raise ValueError(
+                    f"{name} needs one call of the model per training step, with all examples of the batch; this step "
+                    f"called it {len(passes)} times. Name the submodule that computes the outputs, "
+                    "Continual(method, model=…), and call it as a whole."
+                )
+            x, outputs = passes[0]
+            _, y, _ = as_rows(batch)
+            total = self._attached.loss(loss, x, y, outputs, weight=weight)
+        else:
+            total = self._attached.loss(loss, weight=weight)
+        return {**result, "loss": total} if isinstance(result, Mapping) else total
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: nn.Module, optimizer: Any) -> None:
+        """Let the method edit the gradients before Lightning clips them."""
+        if self._attached is not None:
+            self._attached.before_step()
 
     def on_train_end(self, trainer: Any, pl_module: nn.Module) -> None:
         """End the task."""
@@ -127,7 +180,6 @@ class Continual(Callback):  # type: ignore[misc]
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the method's state, to resume the task."""
         self.method.load_state_dict(state_dict)
-        self._is_resumed = True
 
     def _select_model(self, module: nn.Module) -> nn.Module:
         if self.model is None:
@@ -147,5 +199,19 @@ class Continual(Callback):  # type: ignore[misc]
 
     def _detach(self) -> None:
         if self._attached is not None:
+            self._restore_step()
             self._attached.remove()
             self._attached = None
+
+
+def _override(module: Any, name: str, function: Callable[..., Any]) -> Callable[[], None]:
+    """Override a method of one module; return a function that restores it."""
+    previous_override = vars(module).get(name)
+    setattr(module, name, function)
+
+    def restore() -> None:
+        vars(module).pop(name, None)
+        if previous_override is not None:
+            setattr(module, name, previous_override)
+
+    return restore

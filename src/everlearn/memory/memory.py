@@ -41,9 +41,9 @@ class Memory:
     Args:
         capacity: maximum number of rows.
         policy: which rows are stored.
-        by: the integer column whose values define the groups, or several: ``("t", "y")`` for each task's classes.
+        group_by: the integer column whose values define the groups, or several: ``("t", "y")`` for each task's classes.
             By default ``"t"`` for ring and ``"y"`` for balanced and herding.
-        each: maximum number of rows per group; by default limited by the capacity alone.
+        max_per_group: maximum number of rows per group; by default limited by the capacity alone.
         growing: columns whose rows may become longer in the last dimension, as logits do with a growing head. Shorter
             rows are padded with NaN: ``logits.isfinite()`` marks what was stored.
         seed: seed of the random draws.
@@ -53,7 +53,7 @@ class Memory:
 
     >>> memory = Memory(capacity=3)
     >>> memory.add(x=torch.rand(10, 2), y=torch.arange(10))
-    >>> len(memory), memory.seen, memory.nbytes
+    >>> len(memory), memory.num_seen, memory.nbytes
     (3, 10, 48)
     >>> {name: tuple(rows.shape) for name, rows in memory.sample(2).items()}
     {'x': (2, 2), 'y': (2,)}
@@ -61,8 +61,8 @@ class Memory:
 
     capacity: int
     policy: Policy = "reservoir"
-    by: str | tuple[str, ...] | None = None
-    each: int | None = None
+    group_by: str | tuple[str, ...] | None = None
+    max_per_group: int | None = None
     growing: tuple[str, ...] = ("logits",)
     seed: int = 0
     device: torch.device | str | None = None
@@ -70,23 +70,25 @@ class Memory:
 
     def __post_init__(self) -> None:
         self._check_settings()
-        self.seen = 0
+        self.num_seen = 0
         self._storage = RowStorage(self.capacity, self.growing, self.device, self.folder)
         self._generator = generator(self.seed, "memory")
         self._quotas = self._make_quotas()
 
     def _check_settings(self) -> None:
         counts = {"capacity": self.capacity}
-        if self.each is not None:
-            counts["each"] = self.each
+        if self.max_per_group is not None:
+            counts["max_per_group"] = self.max_per_group
         for name, value in counts.items():
             if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
                 raise ValueError(f"Memory.{name}: got {value!r}, allowed: a whole number of rows, 1 or more.")
 
         if self.policy not in get_args(Policy):
             raise ValueError(f"Memory.policy: got {self.policy!r}, allowed: {', '.join(get_args(Policy))}.")
-        if self.policy == "reservoir" and (self.by is not None or self.each is not None):
-            raise ValueError("A reservoir has no groups: leave out Memory.by and Memory.each, or choose 'balanced'.")
+        if self.policy == "reservoir" and (self.group_by is not None or self.max_per_group is not None):
+            raise ValueError(
+                "A reservoir has no groups: leave out Memory.group_by and Memory.max_per_group, or choose 'balanced'."
+            )
         if self.folder is not None and torch.device(self.device or "cpu").type != "cpu":
             raise ValueError(
                 "Memory stores rows on a device or in a folder, not both: got "
@@ -96,16 +98,16 @@ class Memory:
     def _make_quotas(self) -> GroupQuotas | None:
         """Create the quotas of the groups; None for a reservoir, which has no groups."""
         group_columns = GROUPED_BY[self.policy]
-        if isinstance(self.by, str):
-            group_columns = (self.by,)
-        elif self.by is not None:
-            group_columns = tuple(self.by)
+        if isinstance(self.group_by, str):
+            group_columns = (self.group_by,)
+        elif self.group_by is not None:
+            group_columns = tuple(self.group_by)
         if not group_columns:
             return None
 
         max_per_group = self.capacity
-        if self.each is not None:
-            max_per_group = min(self.each, self.capacity)
+        if self.max_per_group is not None:
+            max_per_group = min(self.max_per_group, self.capacity)
         try:
             return GroupQuotas(group_columns, self.capacity, max_per_group, self.seed)
         except MemoryError as error:
@@ -153,40 +155,40 @@ class Memory:
             # Writing may raise: the quotas are updated only after it.
             self._storage.write(leaves, selection.rows, selection.positions)
             self._quotas.commit(selection, num_seen)
-        self.seen += count
+        self.num_seen += count
 
-    def sample(self, n: int, where: Tensor | None = None) -> dict[str, Any]:
+    def sample(self, n: int, mask: Tensor | None = None) -> dict[str, Any]:
         """Draw rows at random without replacement.
 
         Two calls are independent draws.
 
         Args:
             n: number of rows; all if there are fewer.
-            where: draw only among these rows: a mask such as ``memory["t"] != 3``.
+            mask: draw only among these rows: a mask such as ``memory["t"] != 3``.
 
         Returns:
             A copy of the columns on the memory's device; an empty dict if there are no rows.
         """
         if n < 1:
             raise ValueError(f"sample: got n={n}, allowed: 1 or more.")
-        if where is None:
+        if mask is None:
             size = len(self)
             return self._storage.select(_sample_indices(min(n, size), size, self._generator))
 
-        candidates = self._indices(where)
+        candidates = self._indices(mask)
         size = len(candidates)
         return self._storage.select(candidates[_sample_indices(min(n, size), size, self._generator)])
 
-    def rows(self, where: Tensor | None = None) -> dict[str, Any]:
+    def rows(self, mask: Tensor | None = None) -> dict[str, Any]:
         """Copy all rows, or those that a mask selects, in storage order; an empty dict if there are none."""
-        if where is None:
+        if mask is None:
             return self._storage.select(torch.arange(len(self)))
-        return self._storage.select(self._indices(where))
+        return self._storage.select(self._indices(mask))
 
     def _indices(self, mask: Tensor) -> Tensor:
         if mask.dtype != torch.bool or mask.shape != (len(self),):
             raise ValueError(
-                f"where: got {mask.dtype} of shape {tuple(mask.shape)}, allowed: a mask, torch.bool with one entry for "
+                f"mask: got {mask.dtype} of shape {tuple(mask.shape)}, allowed: a mask, torch.bool with one entry for "
                 f"each of the {len(self)} rows."
             )
         return mask.nonzero().flatten()
@@ -201,7 +203,7 @@ class Memory:
             groups = self._quotas.state_dict(len(self))
         return {
             **self._settings(),
-            "seen": self.seen,
+            "num_seen": self.num_seen,
             "generator": self._generator.get_state(),
             "rows": self._storage.state_dict(),
             "groups": groups,
@@ -214,7 +216,7 @@ class Memory:
                 raise ValueError(f"This state is of a memory with {name}={state.get(name)!r}, this one has {value!r}.")
 
         self.__post_init__()
-        self.seen = int(state["seen"])
+        self.num_seen = int(state["num_seen"])
         self._generator.set_state(state["generator"].cpu())
         self._storage.load_state_dict(state["rows"])
         if self._quotas is not None:
@@ -230,8 +232,8 @@ class Memory:
         return {
             "capacity": int(self.capacity),
             "policy": self.policy,
-            "by": group_columns,
-            "each": int(max_per_group),
+            "group_by": group_columns,
+            "max_per_group": int(max_per_group),
         }
 
     def __getstate__(self) -> dict[str, Any]:
@@ -250,7 +252,7 @@ class Memory:
         num_appended = min(count, self.capacity - num_rows)
 
         # Row n draws j from {0 … n} and is stored at position j if j < capacity.
-        row_numbers = np.arange(self.seen + num_appended, self.seen + count)
+        row_numbers = np.arange(self.num_seen + num_appended, self.num_seen + count)
         draws = _draw_integers(len(row_numbers), self._generator) % (row_numbers + 1)
         rows = (draws < self.capacity).nonzero()[0]
         positions = draws[rows]
@@ -272,7 +274,7 @@ class Memory:
             return _draw_integers(len(groups), self._generator)
         if features is None:
             # A ring stores the most recent rows.
-            return np.arange(self.seen, self.seen + len(groups))
+            return np.arange(self.num_seen, self.num_seen + len(groups))
 
         if len(features) != len(groups):
             raise ValueError(f"Got features of {len(features)} rows for {len(groups)} rows: give those of each.")

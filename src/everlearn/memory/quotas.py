@@ -236,5 +236,5 @@ def _integer_column(name: str, column: Any) -> list[int]:
     else:
         description = f"{column.dtype} of shape {tuple(column.shape)}"
     raise ValueError(
-        f"Rows are grouped by {name}, which needs one integer per row; got {description}. Choose Memory.by."
+        f"Rows are grouped by {name}, which needs one integer per row; got {description}. Choose Memory.group_by."
     )

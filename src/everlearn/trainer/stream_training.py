@@ -106,18 +106,20 @@ class StreamTraining:
         task_training = self._begin_task(self.stream[self.at], resumed)
 
         # Groups that a method adds later are told apart by their index when the optimizer is rebuilt.
-        if not isinstance(self._current_optimizer, Optimizer):
+        if task_training.optimizer is not None and not isinstance(self._current_optimizer, Optimizer):
             if resumed is None:
                 self._num_initial_groups = len(task_training.optimizer.param_groups)
             else:
                 self._num_initial_groups = resumed["optimizer"]["num_initial_groups"]
-        self._current_optimizer = task_training.optimizer
+        if task_training.optimizer is not None:
+            self._current_optimizer = task_training.optimizer
 
         # A network that has grown within its task cannot be restored from the start of the task.
         initial_shapes = _state_shapes(self.model)
         checkpoints = self._checkpoints
         for loss in task_training.steps():
-            self.trackers.record_step(loss)
+            if self.method.trains:
+                self.trackers.record_step(loss)
             if (
                 checkpoints is not None
                 and checkpoints.is_due()

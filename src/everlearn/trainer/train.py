@@ -16,9 +16,10 @@ from tqdm.auto import tqdm
 
 from everlearn.core.batch import Batch
 from everlearn.core.method import Method
-from everlearn.core.parameters import is_sharded
+from everlearn.core.parameters import evaluating, is_sharded
 from everlearn.core.task import Task, as_task
 from everlearn.runtime import distributed
+from everlearn.runtime.fingerprint import fingerprint
 from everlearn.runtime.randomness import restore_random_states, unpack_random_states
 from everlearn.trainer.cost import Clock
 from everlearn.trainer.serialization import load_model, rebuild_optimizer
@@ -31,7 +32,7 @@ from everlearn.trainer.settings import (
     device_of,
     hide_bar,
 )
-from everlearn.trainer.validation import check_first_batch, check_task, explain_error, explain_loss
+from everlearn.trainer.validation import check_first_batch, check_num_epochs, check_task, explain_error, explain_loss
 
 
 @dataclass
@@ -39,13 +40,13 @@ class TrainResult:
     """The outcome of training on one task, besides the model.
 
     Args:
-        optimizer: the optimizer after the last step, for reuse in the next task.
+        optimizer: the optimizer after the last step, for reuse in the next task; None if the method takes no steps.
         steps: optimizer steps taken.
         loss: the last training loss.
         seconds: seconds spent, by purpose ("train", "consolidate").
     """
 
-    optimizer: Optimizer
+    optimizer: Optimizer | None
     steps: int
     loss: float
     seconds: dict[str, float] = field(default_factory=dict)
@@ -76,7 +77,7 @@ def train(
         task: a ``Task``, or a pair (x, y), a Dataset, a DataLoader or an iterable of batches.
         optimizer: a function from parameters to an optimizer, or an existing optimizer to continue with. Only
             parameters that the method creates are added to an existing optimizer.
-        epochs: passes over the task's data.
+        epochs: passes over the task's data; 0 only for methods that take no gradient steps.
         iterations: optimizer steps, instead of epochs.
         batch_size: examples per step; ignored for a DataLoader, which has its own.
         seed: seed for the order of the examples.
@@ -129,6 +130,7 @@ class TaskTraining:
         resumed: dict[str, Any] | None = None,
     ) -> None:
         check_task(task)
+        check_num_epochs(method, training.epochs, training.iterations)
         if any(map(is_sharded, model.parameters())):
             raise ValueError(
                 "These parameters are sharded (FSDP) and average their own gradients, so this loop would average them "
@@ -155,29 +157,41 @@ class TaskTraining:
         if resumed is not None:
             load_model(model, resumed["model"])
             method.load_state_dict(resumed["method"])
-            method.resume(model, task)
 
+            # The second call restores hooks and caches. What else a method may change there is loaded again.
+            method.begin_task(model, task)
+            load_model(model, resumed["model"])
+            if fingerprint(method.state_dict()) != fingerprint(resumed["method"]):
+                method.load_state_dict(resumed["method"])
+
+        # A method that only collects statistics needs no optimizer, and may have a model without trainable parameters.
         self._trainable_params = [p for p in [*model.parameters(), *method.parameters()] if p.requires_grad]
-        if resumed is None or isinstance(optimizer, Optimizer):
-            self.optimizer = _prepare_optimizer(optimizer, self._trainable_params, self._initial_params)
-        else:
-            self.optimizer = rebuild_optimizer(resumed["optimizer"], optimizer, model, method)
-        self.schedule = _make_scheduler(training.scheduler, self.optimizer, task.steps)
+        self.optimizer: Optimizer | None = None
+        self.schedule: LRScheduler | None = None
+        if method.trains:
+            if resumed is None or isinstance(optimizer, Optimizer):
+                self.optimizer = _prepare_optimizer(optimizer, self._trainable_params, self._initial_params)
+            else:
+                self.optimizer = rebuild_optimizer(resumed["optimizer"], optimizer, model, method)
+            self.schedule = _make_scheduler(training.scheduler, self.optimizer, task.steps)
         if resumed is not None:
             self._resume(resumed)
 
-        self._device = self._trainable_params[0].device
+        self._device = device_of(model)
         # begin_task may have created parameters, with other random values in each process.
         if resumed is None:
             distributed.broadcast_([*model.parameters(), *model.buffers(), *method.parameters()])
-        self._optimized_params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self._optimized_params: list[nn.Parameter] = []
+        if self.optimizer is not None:
+            self._optimized_params = [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def _resume(self, resumed: dict[str, Any]) -> None:
         """Restore the step, the learning rates and the random states of a checkpoint within the task."""
         self.step = resumed["step"]
 
         # The constructor of the scheduler has overwritten the learning rates, so the optimizer is loaded after it.
-        self.optimizer.load_state_dict(resumed["optimizer"]["state"])
+        if self.optimizer is not None:
+            self.optimizer.load_state_dict(resumed["optimizer"]["state"])
         if self.schedule is not None:
             self.schedule.load_state_dict(resumed["schedule"])
         restore_random_states(unpack_random_states(resumed["random"], device_of(self.model)))
@@ -195,11 +209,14 @@ class TaskTraining:
                     if batch is None:
                         self._average_buffers()
                         return
-                    self._train_step(batch)
+                    if self.method.trains:
+                        self._train_step(batch)
+                    else:
+                        self._observe(batch)
 
                 if bar is not None:
                     bar.update()
-                    if self.step % 20 == 0:
+                    if self.method.trains and self.step % 20 == 0:
                         bar.set_postfix(epoch=batch.epoch + 1, loss=f"{self.loss:.3f}", refresh=False)
                 yield self.loss
 
@@ -211,6 +228,16 @@ class TaskTraining:
         distributed.all_reduce_(float_buffers)
         for buffer in float_buffers:
             buffer.div_(distributed.world_size())
+
+    @torch.no_grad()
+    def _observe(self, batch: Batch) -> None:
+        """Show a batch to a method that only collects statistics."""
+        if self._device.type != "cpu":
+            batch = batch.to(self._device)
+        with evaluating(self.model):
+            outputs = batch.forward(self.model)
+        self.method.observe(batch, outputs)
+        self.step += 1
 
     def _train_step(self, batch: Batch) -> None:
         """Take one optimizer step on a batch, with the method's hooks around it."""
@@ -234,11 +261,11 @@ class TaskTraining:
         if not math.isfinite(self.loss):
             raise FloatingPointError(explain_loss(self.loss, self.task, self.step + 1, batch, self.model))
 
-        self.method.pull(self.model)
         self.method.before_step(self.model)
         if self.training.clip is not None:
             nn.utils.clip_grad_norm_(self._optimized_params, self.training.clip)
-        self.optimizer.step()
+        if self.optimizer is not None:
+            self.optimizer.step()
         self.method.after_step(self.model)
 
         if self.schedule is not None:
@@ -251,7 +278,7 @@ class TaskTraining:
         accumulate = self.training.accumulate
         if accumulate == 1:
             with autocast:
-                loss = self.method.loss(self.model, batch, pulled=True)
+                loss = self.method.loss(self.model, batch)
             loss.backward()
             return loss.item()
 
@@ -265,7 +292,7 @@ class TaskTraining:
             fraction = micro_batch.weight / batch_weight
             if fraction:
                 with autocast:
-                    loss = self.method.loss(self.model, micro_batch, pulled=True) * fraction
+                    loss = self.method.loss(self.model, micro_batch) * fraction
                 loss.backward()
                 loss_sum += loss.item()
         return loss_sum

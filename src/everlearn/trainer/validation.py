@@ -40,13 +40,22 @@ def check_settings(counts: dict[str, int | None], clip: float | None, precision:
     for name, value in counts.items():
         if value is None and name == "iterations":
             continue
-        if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < 1:
-            hint = "; to test a model without training it use evaluate()" if name == "epochs" else ""
-            raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}{hint}.")
+        lowest = 0 if name == "epochs" else 1
+        if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < lowest:
+            raise ValueError(f"{name} must be a whole number of at least {lowest}, got {value!r}.")
     if clip is not None and not 0 < clip < math.inf:
         raise ValueError(f"clip must be above 0 and finite, got {clip}; None for no clipping.")
     if precision not in ("float32", "bfloat16"):
         raise ValueError(f"precision: got {precision!r}, allowed: 'float32', 'bfloat16'.")
+
+
+def check_num_epochs(method: Method, epochs: int, iterations: int | None) -> None:
+    """Raise if a method that trains gets no epochs."""
+    if method.trains and iterations is None and epochs < 1:
+        raise ValueError(
+            f"epochs must be a whole number of at least 1, got {epochs!r}; to test a model without training it use "
+            "evaluate()."
+        )
 
 
 def check_task(task: Task) -> None:

@@ -106,7 +106,7 @@ def balance_memory(method: Method) -> None:
     """
     for m in methods_of(method):
         if isinstance(m, Replay) and m.policy == "reservoir":
-            m.memory = Memory(m.memory.capacity, "balanced", by=BALANCED_BY, seed=m.memory.seed)
+            m.memory = Memory(m.memory.capacity, "balanced", group_by=BALANCED_BY, seed=m.memory.seed)
 
 
 def consolidate_old_data(model: nn.Module, method: Method, pair: Pair, options: TrainingOptions) -> None:

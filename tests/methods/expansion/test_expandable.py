@@ -283,7 +283,7 @@ def test_inputs_are_stored_untransformed_and_tuned_with_eval_transforms():
     assert method.memory["x"].max() <= 1 and input_minima and max(input_minima) <= 1, "transforms get raw inputs"
     assert len(input_minima) == 3, "task 0, task 1 and the memory"
     method.begin_task(model, Task((x, y), id=2, transform=lambda v: v - 300))
-    replayed = method.join(Batch(x, y, torch.full((40,), 2), transform=lambda v: v - 300))[40:]
+    replayed, _ = method.draw(Batch(x, y, torch.full((40,), 2), transform=lambda v: v - 300))
     assert replayed.x.min() >= 200, "remembered examples get the augmentation of their task"
 
 
@@ -362,8 +362,11 @@ def test_plain_data_without_task_ids_or_masks():
         everlearn.train(model, method, (x, y + 2 * k), batch_size=20)
     assert method.memory["t"].unique().tolist() == [-2, -1] and method.memory["y"].bincount().tolist() == [2] * 4
     method.begin_task(model, (x, y))  # its classes are known
-    joint_batch = method.join(Batch(x[:4], y[:4]))
-    assert method.auxiliary_targets(joint_batch.y, method._is_old).tolist() == [*(1 + y[:4]).tolist(), 0, 0, 0, 0]
+    targets = []
+    auxiliary_targets = method.auxiliary_targets
+    method.auxiliary_targets = lambda y, is_old: targets.append(auxiliary_targets(y, is_old)) or targets[-1]
+    method.loss(model, Batch(x[:4], y[:4]))
+    assert targets[0].tolist() == [*(1 + y[:4]).tolist(), 0, 0, 0, 0]
     with pytest.raises(ValueError, match=r"no examples of the task to remember; a generator can be read only once"):
         method.end_task(model, iter([]))
 
@@ -419,7 +422,7 @@ def test_with_other_methods_and_half_precision(small_stream):
     for task in stream:
         everlearn.train(model, method, task, precision="bfloat16", accumulate=2)
     assert method.predict(model, next(stream[0].examples(5)).x).isfinite().all()
-    with pytest.raises(ValueError, match="ExpandableRepresentation and ER both define join"):
+    with pytest.raises(ValueError, match="ExpandableRepresentation and ER both define task_loss"):
         ExpandableRepresentation() + ER()
 
 

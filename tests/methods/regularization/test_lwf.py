@@ -360,7 +360,7 @@ def test_labels_in_the_place_of_answers_are_refused():
     method = LwF()
     model, x, _ = taught(method)
     for wrong in (torch.zeros(6, dtype=torch.long), model(x).detach()):
-        with pytest.raises(ValueError, match="out must be the model"):
+        with pytest.raises(ValueError, match="outputs must be the model"):
             method.penalty(model, x, wrong)
 
 

@@ -61,7 +61,7 @@ def test_every_presentation_is_offered_in_every_epoch(kind):
     method = kind(100)
     model = nn.Linear(4, 3)
     train(model, method, task, epochs=3, batch_size=10)
-    assert len(method.memory) == method.memory.seen == 90
+    assert len(method.memory) == method.memory.num_seen == 90
     stored = method.memory["x"].sort(0).values
     assert torch.equal(stored, task.train.x.repeat(3, 1).sort(0).values)
 
@@ -74,7 +74,7 @@ def test_quotas_of_classes_and_tasks_stay_equal_over_epochs(policy):
     model = nn.Linear(4, 3)
     for number in range(2):
         train(model, method, Task((x, y), id=number), epochs=5, batch_size=10)
-    assert method.memory.seen == 2 * 5 * 120
+    assert method.memory.num_seen == 2 * 5 * 120
     if policy == "balanced":
         assert method.memory["y"].bincount().tolist() == [8, 8, 8]
     if policy == "ring":
@@ -101,9 +101,9 @@ def test_examples_with_only_ignored_labels_are_not_stored():
     y = torch.tensor([0, -100, 2, -100])
     x = torch.arange(4.0)[:, None]
     method.observe(Batch(x, y), torch.zeros(4, 3))
-    assert method.memory["x"].flatten().tolist() == [0, 2] and method.memory.seen == 2
+    assert method.memory["x"].flatten().tolist() == [0, 2] and method.memory.num_seen == 2
     method.observe(Batch(x, torch.full((4,), -100)), torch.zeros(4, 3))
-    assert method.memory.seen == 2
+    assert method.memory.num_seen == 2
 
 
 @pytest.mark.parametrize("kind", [AGEM, GEM])

@@ -51,16 +51,16 @@ def test_balance_by_tasks_weights_the_memory_by_the_number_of_earlier_tasks():
         x = torch.randn(10, 3)
         y = torch.randint(2, (10,))
         batch = Batch(x, y, torch.full((10,), t))
-        joint_batch = er.join(batch)
-        outputs = model(joint_batch.x)
+        expected = batch.loss(model(x))
         if t:
-            assert len(joint_batch) == 14 and set(joint_batch[10:].t.tolist()) <= set(range(t))
-            expected = batch.loss(outputs[:10]) / (1 + t) + joint_batch[10:].loss(outputs[10:]) * t / (1 + t)
-        else:
-            assert joint_batch is batch
-            expected = batch.loss(outputs)
-        torch.testing.assert_close(er.task_loss(joint_batch, outputs), expected)
-        er.observe(batch, outputs[:10])
+            # A copy draws the same examples.
+            replayed, _ = copy.deepcopy(er).draw(batch, er.earlier_task_rows(batch))
+            assert len(replayed) == 4 and set(replayed.t.tolist()) <= set(range(t))
+            expected = expected / (1 + t) + replayed.loss(model(replayed.x)) * t / (1 + t)
+        loss, outputs = er.task_loss(model, batch)
+        torch.testing.assert_close(loss, expected)
+        torch.testing.assert_close(outputs, model(x))
+        er.observe(batch, outputs.detach())
         er.end_task(model, None)
 
 
@@ -70,8 +70,9 @@ def test_ace_changes_only_logits_of_the_batchs_classes():
     batch = Batch(torch.randn(8, 4), torch.tensor([0, 2] * 4))
     outputs = model(batch.x)
     expected = nn.functional.cross_entropy(outputs[:, [0, 2]], torch.tensor([0, 1] * 4))
-    torch.testing.assert_close(method.task_loss(batch, outputs), expected)
-    g = gradient(method.task_loss(batch, model(batch.x)), model)
+    loss, _ = method.task_loss(model, batch)
+    torch.testing.assert_close(loss, expected)
+    g = gradient(loss, model)
     assert (g[[1, 3, 4]] == 0).all() and (g[[0, 2]] != 0).any()
 
 
@@ -105,7 +106,7 @@ def test_ignored_tokens(kind):
 
 def test_ace_needs_classes():
     with pytest.raises(TypeError, match=r"ER-ACE needs classes; Gaussian.* use ER"):
-        ERACE().task_loss(Batch(torch.randn(2, 4), torch.randn(2, 1), likelihood=Gaussian()), torch.randn(2, 1))
+        ERACE().task_loss(nn.Linear(4, 1), Batch(torch.randn(2, 4), torch.randn(2, 1), likelihood=Gaussian()))
 
 
 @pytest.mark.parametrize("method", [ER(20), ERACE(20)], ids=["ER", "ERACE"])

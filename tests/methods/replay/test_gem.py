@@ -110,7 +110,7 @@ def test_a_step_increases_no_old_loss():
 
 
 def test_a_task_may_have_a_fixed_quota_from_the_start():
-    method = GEM(20, each=5)
+    method = GEM(20, max_per_task=5)
     for number in range(3):
         x = torch.randn(8, 3)
         method.observe(Batch(x, torch.zeros(8, dtype=torch.long), torch.full((8,), number)), torch.zeros(8, 2))

@@ -1,3 +1,5 @@
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -83,11 +85,20 @@ def test_soft_targets_are_the_old_models_probabilities():
 
 def test_weights_follow_the_number_of_tasks():
     model, method, batch = begin_third_task([[0, 1], [2, 3], [4, 5]], "class")
-    joint_batch = method.join(batch)
-    outputs = model(joint_batch.x)
-    assert len(outputs) == 2 * len(batch)
-    torch.testing.assert_close(joint_batch.x[: len(batch)], batch.x)
-    torch.testing.assert_close(method.task_loss(joint_batch, outputs), batch.loss(outputs[: len(batch)]) / 3)
+    rows = []
+    model.register_forward_hook(lambda module, args, outputs: rows.append(len(outputs)) if module.training else None)
+    twin = copy.deepcopy(method)
+    loss, outputs = method.task_loss(model, batch)
+    assert rows == [2 * len(batch)]
+    torch.testing.assert_close(outputs, model(batch.x))
+
+    # The generator draws for the new inputs first, then x′, then for x′.
+    noise = twin._draw_noise(len(batch), batch.x)
+    x = twin._generate_inputs(batch)
+    replay_noise = twin._draw_noise(len(x), x)
+    replay_loss = twin._replay_loss(batch, x, teacher_outputs(model, twin.teacher, x), model(x))
+    generator_loss = twin._generator.loss(batch.x, noise) / 3 + twin._generator.loss(x, replay_noise) * 2 / 3
+    torch.testing.assert_close(loss, batch.loss(model(batch.x)) / 3 + replay_loss * 2 / 3 + generator_loss)
 
 
 def test_the_old_generator_does_not_change():
@@ -130,7 +141,7 @@ def test_inputs_outside_the_range_of_the_first_task_raise():
     y = torch.zeros(4, dtype=torch.long)
     method.begin_task(model, (torch.rand(4, 3), y))
     with pytest.raises(ValueError, match="was built for inputs in"):
-        method.penalty(model, Batch(5 * torch.rand(4, 3), y))
+        method.loss(model, Batch(5 * torch.rand(4, 3), y))
 
 
 def test_a_mid_task_state_has_the_current_generator():
@@ -162,5 +173,7 @@ def test_nothing_is_replayed_in_the_first_task():
     model = nn.Linear(3, 2)
     batch = Batch(torch.rand(4, 3), torch.zeros(4, dtype=torch.long))
     method.begin_task(model, (batch.x, batch.y))
-    method.penalty(model, batch).backward()
-    assert model.weight.grad is None and all(p.grad is not None for p in method.parameters())
+    (gradient,) = torch.autograd.grad(batch.loss(model(batch.x)), model.weight)
+    method.loss(model, batch).backward()
+    torch.testing.assert_close(model.weight.grad, gradient)
+    assert all(p.grad is not None for p in method.parameters())

@@ -60,7 +60,7 @@ class Categorical(Likelihood):
         tolerance = 1e-4 if outputs.dtype == dtype else 1e-2
         outputs = outputs.detach().to(dtype)
         if (outputs >= 0).all() and ((outputs.sum(-1) - 1).abs() < tolerance).all():
-            # A constant stacklevel: Python shows the warning once, whether the loss or the Fisher information raises it.
+            # A constant stacklevel: Python shows the warning once, whether the loss or the Fisher information gives it.
             warnings.warn(
                 "The model's outputs are probabilities (no row has a negative one and all sum to 1), and Categorical() "
                 "applies another softmax to them: the loss hardly distinguishes classes, and importances are far too "

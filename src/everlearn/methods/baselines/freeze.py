@@ -64,6 +64,8 @@ class Freeze(Method):
         self.has_ended: bool = False  # whether a task has ended
         self.first_task_id: int | None = None
         self.is_frozen: bool = False
+        self.is_task_open: bool = False
+        self._loaded = False
         self._unfreeze_calls: list[Callable[[], object]] = []
         self._saved_buffers: list[tuple[Tensor, Tensor]] = []
 
@@ -73,14 +75,20 @@ class Freeze(Method):
             self._check_tied_weights(unwrap(model))
 
         task_id = getattr(task, "id", None)
-        is_later_task = self.has_begun and (task_id is None or task_id != self.first_task_id)
-        self.is_frozen = self.is_frozen or is_later_task
+        in_first_task = not self.has_begun or (task_id is not None and task_id == self.first_task_id)
+        is_resumed = self._loaded and self.is_task_open
+        if not in_first_task and not is_resumed:
+            self.is_frozen = True
         if not self.has_begun:
             self.has_begun = True
             self.first_task_id = task_id
+        self.is_task_open = True
+        self._loaded = False
 
+        # A loop that calls only end_task freezes statistics there.
+        is_frozen_by_end = self.what == "statistics" and self.has_ended and not in_first_task
         self.detach(model)
-        if self.is_frozen:
+        if self.is_frozen or is_frozen_by_end:
             self._freeze(model)
 
     def end_task(self, model: nn.Module, task: Any) -> None:
@@ -92,15 +100,14 @@ class Freeze(Method):
             )
         self.has_begun = True
         self.has_ended = True
+        self.is_task_open = False
         if self.what == "statistics":
             self._freeze(model)
 
-    def resume(self, model: nn.Module, task: Any) -> None:
-        """Freeze the model of a checkpoint again; statistics also in a loop that does not call ``begin_task``."""
-        task_id = getattr(task, "id", None)
-        in_first_task = task_id is not None and task_id == self.first_task_id
-        if self.is_frozen or (self.what == "statistics" and self.has_ended and not in_first_task):
-            self._freeze(model)
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the state of a Freeze with the same settings; the next ``begin_task`` applies it to the model."""
+        super().load_state_dict(state)
+        self._loaded = True
 
     def after_step(self, model: nn.Module) -> None:
         """Restore buffers: a compiled model may ignore hooks that were registered after its compilation."""

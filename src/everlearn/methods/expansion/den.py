@@ -73,6 +73,8 @@ class DEN(PartialTraining):
         needs_labels=False,
     )
 
+    penalty_uses_batch = False
+
     units: Count = 10
     threshold: NonNegative = 0.01
     drift: NonNegative = 0.05
@@ -152,7 +154,7 @@ class DEN(PartialTraining):
         """Whether S is trained: in the phase "retrain", and in "expand" if the network does not grow."""
         return self.phase == "retrain" or (self.phase == "expand" and not self.has_grown)
 
-    def penalty(self, model: nn.Module, batch: Batch | None = None, out: Tensor | None = None) -> Tensor | float:
+    def penalty(self, model: nn.Module, batch: Batch | None = None, outputs: Tensor | None = None) -> Tensor | float:
         """Compute λ·‖W - W*‖², and in retraining also l2·‖W_S‖²."""
         if self.phase not in ("settle", "split") and not self._is_retraining:
             return 0.0

@@ -17,7 +17,7 @@ from everlearn.core.traits import Traits
 from everlearn.methods.expansion.balanced_finetuning import fit_classifier, scale_outputs_
 from everlearn.methods.expansion.feature_bank import FeatureBank, check_separate, new_classifier
 from everlearn.methods.expansion.feature_replay import FeatureReplay
-from everlearn.methods.replay.base import Rows
+from everlearn.methods.replay.base import Rows, forward_both
 from everlearn.runtime.randomness import derive, seeded
 from everlearn.surgery.functional import filled_copy
 from everlearn.surgery.heads import output_layer
@@ -51,6 +51,7 @@ class ExpandableRepresentation(FeatureReplay):
         tune_lr: learning rate of the fine-tuning.
         temperature: of its softmax; the tuned weights are divided by it.
         output: name of the output layer; by default the last ``nn.Linear``.
+        joint: whether new and remembered examples pass through the model as one batch.
     """
 
     traits = Traits(
@@ -75,13 +76,13 @@ class ExpandableRepresentation(FeatureReplay):
     tune_lr: NonNegative = field(default=0.05, kw_only=True)
     temperature: Annotated[float, Range(1e-3)] = field(default=5.0, kw_only=True)
     output: str | None = field(default=None, kw_only=True)
+    joint: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.new_classes: list[int] = []  # of the current task
         self.known_classes: list[int] = []  # of all tasks so far
         self.seed = 0
-        self._is_old: Tensor | None = None  # the examples of the joint batch that belong to earlier tasks
 
     def begin_task(self, model: nn.Module, task: Any) -> None:
         """Freeze a copy of the extractor; the model continues as the newest one."""
@@ -138,44 +139,39 @@ class ExpandableRepresentation(FeatureReplay):
             with seeded(derive(self.seed, "auxiliary", self.tasks_begun), weight.device):
                 self._bank.auxiliary = nn.Linear(layer.in_features, outputs, True, weight.device, weight.dtype)
 
-    def join(self, batch: Batch) -> Batch:
-        """Concatenate new and remembered examples, and mark those of earlier tasks."""
-        joint_batch = batch
-        is_old = torch.zeros(len(batch), dtype=torch.bool, device=batch.labels().device)
-        replayed = self.draw(batch)
-        if replayed is not None:
-            replayed_batch, rows = replayed
-            joint_batch = batch + replayed_batch
-            current_tasks = self._task_indices(batch).to(rows["t"].device)
-            is_old = torch.cat([is_old, ~torch.isin(rows["t"], current_tasks)])
-
-        self._is_old = None
-        if self._bank is not None and self._bank.auxiliary is not None:
-            self._is_old = is_old
-            self._bank.records_newest = True
-        return joint_batch
-
-    def task_loss(self, batch: Batch, out: Tensor) -> Tensor:
-        """Compute CE(W Φ + b, y) + auxiliary · CE(A φ_T + a, y′)."""
-        if not self.tasks_begun:
+    def task_loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Compute CE(W Φ + b, y) + auxiliary · CE(A φ_T + a, y′) over new and remembered examples."""
+        if not self.tasks_begun or self._bank is None:
             raise ValueError(
                 "ExpandableRepresentation has no task: call begin_task(model, task) before the first step."
             )
-        loss = batch.loss(out)
         if not isinstance(batch.likelihood, Categorical) or batch.labels().dim() != 1:
             raise TypeError(
                 f"ExpandableRepresentation needs one class per example, not {batch.likelihood} with labels of shape "
                 f"{tuple(batch.labels().shape)}: use ER."
             )
-        if self._bank is None:
-            return loss
+        bank = self._bank
+        is_old = torch.zeros(len(batch), dtype=torch.bool, device=batch.labels().device)
+        drawn = self.draw(batch)
+        if drawn is None:
+            loss, outputs = super().task_loss(model, batch)
+            y = batch.labels()
+        else:
+            replayed, rows = drawn
+            outputs, memory_outputs = forward_both(model, batch, replayed.x, self.joint)
+            y = torch.cat([batch.labels(), replayed.labels()])
+            current_tasks = self._task_indices(batch).to(rows["t"].device)
+            is_old = torch.cat([is_old, ~torch.isin(rows["t"], current_tasks)])
 
-        phi = self._bank.pop_newest_features()
-        if self._bank.auxiliary is None or phi is None or self._is_old is None:
-            return loss
-        targets = self.auxiliary_targets(batch.labels(), self._is_old)
-        self._is_old = None
-        return loss + self.auxiliary * F.cross_entropy(self._bank.auxiliary(phi), targets)
+            # One mean over all examples.
+            memory_share = replayed.num_labels() / (batch.num_labels() + replayed.num_labels())
+            loss = (1 - memory_share) * batch.loss(outputs) + memory_share * replayed.loss(memory_outputs)
+
+        phi = bank.pop_newest_features(len(y))
+        if bank.auxiliary is None or phi is None:
+            return loss, outputs
+        auxiliary_loss = F.cross_entropy(bank.auxiliary(phi), self.auxiliary_targets(y, is_old))
+        return loss + self.auxiliary * auxiliary_loss, outputs
 
     def auxiliary_targets(self, y: Tensor, is_old: Tensor) -> Tensor:
         """Compute y′: 0 for examples of earlier tasks and known classes, else 1 + the index among the new classes.

@@ -34,9 +34,8 @@ class FeatureBank(nn.Module):
         self.nets = nn.ModuleList()
         self.blocks = nn.ParameterList()
         self.auxiliary: nn.Linear | None = None
-        # Whether the next forward pass stores φ_T(x), the input of the auxiliary head.
-        self.records_newest = False
-        self._newest_features: Tensor | None = None
+        # φ_T(x), the input of the auxiliary head, of the last two training passes.
+        self._newest_features: list[Tensor] = []
         self._frozen_features: list[Tensor] | None = None
         self.eval()
 
@@ -139,9 +138,8 @@ class FeatureBank(nn.Module):
                 "The features of the frozen extractors are missing: call the entire model, not its layer "
                 f"{self.output} alone, and let the model call that layer once."
             )
-        if self.records_newest:
-            self._newest_features = newest_features
-            self.records_newest = False
+        if self.auxiliary is not None and newest_features.requires_grad:
+            self._newest_features = [*self._newest_features[-1:], newest_features]
 
         block_outputs = [F.linear(phi, w) for phi, w in zip(self._frozen_features, self.blocks, strict=True)]
         self._frozen_features = None
@@ -151,12 +149,15 @@ class FeatureBank(nn.Module):
         new_outputs = out.shape[-1] - frozen_sum.shape[-1]
         return out + F.pad(frozen_sum, (0, new_outputs))
 
-    def pop_newest_features(self) -> Tensor | None:
-        """Return φ_T(x) of the last forward pass, and clear it."""
+    def pop_newest_features(self, num_rows: int) -> Tensor | None:
+        """Return φ_T(x) of the last training pass, or of the last two if it has fewer rows, and clear it."""
         newest_features = self._newest_features
-        self._newest_features = None
-        self.records_newest = False
-        return newest_features
+        self._newest_features = []
+        if newest_features and len(newest_features[-1]) == num_rows:
+            return newest_features[-1]
+        if not newest_features:
+            return None
+        return torch.cat(newest_features)
 
 
 class JointClassifier(nn.Module):

@@ -52,20 +52,16 @@ class FeatureReplay(Replay):
         """Create an empty memory, the same in all processes: each of them reads all examples of a task."""
         return Memory(self.capacity, self.policy)
 
-    def resume(self, model: nn.Module, task: Any) -> None:
-        """Connect the extractors of the loaded state to the model."""
-        self.begin_task(model, task)
-
     def parameters(self) -> list[nn.Parameter]:
         """Return the classifier's weights for the frozen extractors, and the auxiliary head."""
         if self._bank is None:
             return []
         return self._bank.trained_parameters()
 
-    def observe(self, batch: Batch, out: Tensor) -> None:
+    def observe(self, batch: Batch, outputs: Tensor) -> None:
         """Do nothing: the memory is filled at the end of a task, chosen by trained features."""
 
-    def _after_forward(self, model: nn.Module) -> None:
+    def after_step(self, model: nn.Module) -> None:
         """Check nothing: every extractor keeps the running statistics of its task."""
 
     def end_task(self, model: nn.Module, task: Any) -> None:

@@ -156,10 +156,6 @@ class Isolation(Method):
         super().load_state_dict(state)
         self._loaded = True
 
-    def resume(self, model: nn.Module, task: Any) -> None:
-        """Restore locks, gates and columns from the loaded state, without beginning the task a second time."""
-        self.begin_task(model, task)
-
     @contextmanager
     def using_task(self, k: int) -> Iterator[None]:
         """Let hooks on the model compute the sub-network of task k, counted from 0, inside the context."""

@@ -59,6 +59,8 @@ class HAT(GatedUnits):
         zero_forgetting=True,
     )
 
+    penalty_uses_batch = False
+
     strength: Annotated[NonNegative, Search(0.05, 5)] = 0.75
     smax: Annotated[float, Range(1), Search(50, 800)] = 400.0
     anneal: Literal["epoch", "task"] = "epoch"
@@ -130,7 +132,7 @@ class HAT(GatedUnits):
         progress = min(self.batch / last_batch, 1) if last_batch else 1
         return 1 / self.smax + (self.smax - 1 / self.smax) * progress
 
-    def penalty(self, model: nn.Module, batch: Batch | None = None, out: Tensor | None = None) -> Tensor | float:
+    def penalty(self, model: nn.Module, batch: Batch | None = None, outputs: Tensor | None = None) -> Tensor | float:
         """Compute strength · Σᵢ aᵢ (1 - uᵢ) / Σᵢ (1 - uᵢ)."""
         if not (self.is_open and self.strength and self.embedding and self._num_free):
             return 0.0

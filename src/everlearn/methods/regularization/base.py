@@ -56,6 +56,8 @@ class QuadraticPenalty(Method):
     half: bool = field(default=False, kw_only=True)
     offload: bool = field(default=False, kw_only=True)
 
+    penalty_uses_batch = False
+
     # How to give importances to parameters that were frozen when the last task ended: the end of a warning.
     _thaw_advice: ClassVar[str] = (
         "To penalize their changes, make them trainable before end_task(model, task), which measures all trainable "
@@ -73,7 +75,7 @@ class QuadraticPenalty(Method):
             # Seeds the rounding: saved, so that a resumed run continues the random sequence.
             self.num_stochastic_roundings = 0
 
-    def penalty(self, model: nn.Module, batch: Batch | None = None, out: Tensor | None = None) -> Tensor | float:
+    def penalty(self, model: nn.Module, batch: Batch | None = None, outputs: Tensor | None = None) -> Tensor | float:
         """Return ½ (θ - θ*)ᵀ F (θ - θ*); 0 before the first task has ended."""
         if self.frozen:
             self._notice_thawed(trainable_parameters(model))
@@ -82,25 +84,7 @@ class QuadraticPenalty(Method):
 
         self._check_statistics(model)
         quadratic = self._effective_quadratic()
-        return self._noted(quadratic(model))
-
-    def penalty_gradient(self, model: nn.Module) -> None:
-        """Add F (θ - θ*) to ``p.grad`` in place, without building a graph."""
-        parameters = trainable_parameters(model)
-        if self.frozen:
-            self._notice_thawed(parameters)
-        if not self.quadratic.anchor:
-            return
-
-        self._check_statistics(model)
-        quadratic = self._effective_quadratic()
-        quadratic.pull(model, parameters)
-
-    def before_step(self, model: nn.Module) -> None:
-        """Raise if the deferred penalty gradient was never added."""
-        if self._owes and self.quadratic.anchor:
-            name = type(self).__name__
-            raise ValueError(f"The loss was taken with pulled=True: call {name}.pull(model) after backward().")
+        return self._note_loss(quadratic(model))
 
     def diagnostics(self) -> dict[str, float]:
         """Return quantiles of the importances times their strength, of about a million of them at most."""

@@ -55,7 +55,7 @@ class L2(QuadraticPenalty):
         self.quadratic.move(self._round_form(Diagonal(importance)), theta)
 
     def _thaw(self, parameters: Params, weights: dict[str, float]) -> None:
-        """Penalize thawed parameters like all others: while frozen they have stayed at θ*, and importances are equal."""
+        """Penalize thawed parameters like all others: frozen, they have stayed at θ*, and importances are equal."""
         strength = self.applied_strength
         if strength is None:
             strength = self.strength

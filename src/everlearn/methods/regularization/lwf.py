@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from everlearn.core.batch import Batch
 from everlearn.core.data_source import inputs_alone
-from everlearn.core.forward import forward, read_outputs
+from everlearn.core.forward import read_outputs
 from everlearn.core.hyperparameters import NonNegative, Range, Search
 from everlearn.core.likelihood import Bernoulli, Categorical, Likelihood
 from everlearn.core.method import Method
@@ -87,27 +87,29 @@ class LwF(Method):
 
     def begin_task(self, model: nn.Module, task: Any) -> None:
         """Make the model of the last task the teacher; chunks of one task share theirs."""
-        self.current = getattr(task, "id", None)
+        task_id = getattr(task, "id", None)
+        is_resumed = self.begun and task_id == self.current
+        self.current = task_id
         self.begun = True
         self._groups = None
-        if self.latest and (self.current is None or self.current != self.latest["ids"][-1]):
+
+        is_new = bool(self.latest) and (task_id is None or task_id != self.latest["ids"][-1])
+        if is_new and not is_resumed:
             self.teacher = self.latest
             self.warmed = 0
-            self.resume(model, task)
 
-    def resume(self, model: nn.Module, task: Any) -> None:
-        """Continue the warm-up for its remaining steps."""
+        # A resumed task continues its warm-up for the remaining steps.
         self._warmup = Warmup()
         if self.warmup > self.warmed and self.teacher:
             self._warmup.begin(unwrap(model), task, self.teacher, self.warmup - self.warmed, self.output)
 
-    def penalty(self, model: nn.Module, batch: Batch | None = None, out: Tensor | None = None) -> Tensor | float:
+    def penalty(self, model: nn.Module, batch: Batch | None = None, outputs: Tensor | None = None) -> Tensor | float:
         """Return λ_o Σₖ KL(teacher ‖ model).
 
         Args:
             model: the student.
             batch: the new examples, or a tensor of their inputs.
-            out: outputs of the model for them, if computed already; also a Hugging Face output with ``.logits``.
+            outputs: outputs of the model for them, if computed already; also a Hugging Face output with ``.logits``.
         """
         # A custom loop need not call begin_task: then the latest model is the teacher.
         teacher = self.teacher if self.begun else self.latest
@@ -116,11 +118,13 @@ class LwF(Method):
         if self.warmup and not self.begun:
             raise ValueError("LwF.warmup needs the start of each task: call begin_task(model, task) before its steps.")
         if batch is None:
-            raise ValueError("LwF compares outputs: give the inputs, penalty(model, batch) or penalty(model, x, out).")
+            raise ValueError(
+                "LwF compares outputs: give the inputs, penalty(model, batch) or penalty(model, x, outputs)."
+            )
         if not isinstance(batch, Batch):
             batch = Batch(inputs_alone(batch), likelihood=self._likelihood)
 
-        z = forward(model, batch.x) if out is None else read_outputs(out)
+        z = batch.forward(model) if outputs is None else read_outputs(outputs)
         self._check_statistics(model)
         if not self._checked_outputs:
             self._checked_outputs = True
@@ -132,7 +136,7 @@ class LwF(Method):
             student = (z, batch.allowed) if self.refuse_new else None
             self._groups = distillation_groups(teacher, self.current, t, student)
             check_distillable(batch.likelihood, t, self._groups)
-        return self._noted(self.strength * self._distillation_loss(batch, t, z, self._groups))
+        return self._note_loss(self.strength * self._distillation_loss(batch, t, z, self._groups))
 
     def _distillation_loss(self, batch: Batch, t: Tensor, z: Tensor, groups: list[DistillationGroup]) -> Tensor:
         """Return Σₖ KL(teacher ‖ model), a mean over labels that count."""

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from everlearn.core.batch import Batch
 from everlearn.core.parameters import (
     Params,
     accumulate_dtype,
@@ -42,9 +41,7 @@ class PathIntegral(QuadraticPenalty):
         self._displacement: Params = {}  # θ - θ*
         # Where θ - θ* was computed: (id, version) of each parameter.
         self._theta_versions: list[tuple[int, int]] = []
-        self._reuse_displacement = False
         self._is_step_begun = False
-        self._is_step_ended = False
 
     @property
     def omega(self) -> Diagonal:
@@ -63,17 +60,6 @@ class PathIntegral(QuadraticPenalty):
         super().load_state_dict(state)
         self._theta_versions = []
 
-    @property
-    def of_parameters(self) -> bool:
-        """Always true: the penalty depends on the parameters alone."""
-        return True
-
-    def _in_graph_penalty(self, model: nn.Module, batch: Batch | None, out: Tensor | None) -> Tensor | float:
-        """Return 0: ``before_step`` adds the gradient of the penalty."""
-        # The trainer calls this. It changes no weights between steps, so θ - θ* of the last step is still valid.
-        self._reuse_displacement = True
-        return 0.0
-
     def _begin_step(self, model: nn.Module) -> list[str]:
         """Store g and θ - θ* before the optimizer's step; return the names of parameters with a penalty gradient."""
         parameters = trainable_parameters(model)
@@ -88,7 +74,7 @@ class PathIntegral(QuadraticPenalty):
         for p in self._theta.values():
             if p.grad is not None and p.grad.is_sparse:
                 p.grad = p.grad.to_dense()
-        self._update_displacement(reuse=self._reuse_displacement and self._is_step_ended)
+        self._update_displacement()
 
         # Clipping changes p.grad in place: copy g where the penalty does not give p.grad a new tensor.
         penalized_names = self._penalized_names()
@@ -96,8 +82,6 @@ class PathIntegral(QuadraticPenalty):
         self._task_gradient |= {n: g.clone() for n, g in self._task_gradient.items() if n not in penalized_names}
 
         self._is_step_begun = True
-        self._is_step_ended = False
-        self._reuse_displacement = False
         return penalized_names
 
     def _end_step(self) -> tuple[Params, list[Tensor]]:
@@ -118,24 +102,22 @@ class PathIntegral(QuadraticPenalty):
         self._theta = {}
         self._task_gradient = {}
         self._is_step_begun = False
-        self._is_step_ended = True
         return g, negative_update
 
-    def _update_displacement(self, reuse: bool = False) -> bool:
-        """Compute θ - θ*; with ``reuse`` only if a parameter has a new version.
-
-        In-place operations increase the version of a tensor. Writes through ``p.data`` and fused optimizers do not.
+    def _update_displacement(self) -> bool:
+        """Compute θ - θ*.
 
         Returns:
-            Whether a parameter has a new version since the last call.
+            Whether a parameter has a new version since the last call. In-place operations increase the version of a
+            tensor; writes through ``p.data`` and fused optimizers do not.
         """
+        anchors = [on(self.quadratic.anchor[n], p) for n, p in self._theta.items()]
+        differences = torch._foreach_sub(list(self._theta.values()), anchors)
+        self._displacement = dict(zip(self._theta, differences, strict=True))
+
         versions = [(id(p), p._version) for p in self._theta.values()]
         is_new = versions != self._theta_versions
-        if is_new or not reuse:
-            anchors = [on(self.quadratic.anchor[n], p) for n, p in self._theta.items()]
-            differences = torch._foreach_sub(list(self._theta.values()), anchors)
-            self._displacement = dict(zip(self._theta, differences, strict=True))
-            self._theta_versions = versions
+        self._theta_versions = versions
         return is_new
 
     def _penalized_names(self) -> list[str]:

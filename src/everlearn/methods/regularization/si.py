@@ -61,7 +61,7 @@ class SI(PathIntegral):
         if self.half and self.consolidate_every:
             raise ValueError("SI.half rounds at each consolidation, too often for consolidate_every: use one of them.")
 
-    def penalty(self, model: nn.Module, batch: Batch | None = None, out: Tensor | None = None) -> Tensor | float:
+    def penalty(self, model: nn.Module, batch: Batch | None = None, outputs: Tensor | None = None) -> Tensor | float:
         """Return the penalty's value without a gradient, for display; ``before_step`` adds the gradient."""
         if not self.omega.values:
             return 0.0

@@ -136,7 +136,7 @@ def check_student_outputs(likelihood: Likelihood, t: Tensor, z: Tensor) -> None:
         if not z.requires_grad:
             description += " without a graph"
         raise ValueError(
-            "out must be the model's outputs for these inputs, with their graph, of shape "
+            "outputs must be the model's outputs for these inputs, with their graph, of shape "
             f"{tuple(t.shape)}; got {description}."
         )
 

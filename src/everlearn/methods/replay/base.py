@@ -9,9 +9,10 @@ from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map
 
-from everlearn.core.batch import Batch, Transform
+from everlearn.core.batch import Batch, Transform, concatenate_inputs
 from everlearn.core.forward import forward
 from everlearn.core.hyperparameters import Range
 from everlearn.core.method import Method
@@ -59,7 +60,7 @@ class Replay(Method):
         """Create an empty memory; with several processes each stores, and draws from, its share of the examples."""
         return Memory(divide_among_processes(self.capacity), self.policy, seed=distributed.rank())
 
-    def observe(self, batch: Batch, out: Tensor) -> None:
+    def observe(self, batch: Batch, outputs: Tensor) -> None:
         """Offer the examples to the memory."""
         self._current_batch = batch
         if batch.t is not None and (batch.transform is not None or self._transforms):
@@ -67,20 +68,20 @@ class Replay(Method):
             self._transforms |= dict.fromkeys(task_ids, batch.transform)
 
         # The method may have been created before torch.distributed was initialized.
-        if distributed.world_size() > 1 and not self.memory.seen:
+        if distributed.world_size() > 1 and not self.memory.num_seen:
             self.memory = self.make_memory()
 
         labeled_rows = batch.labeled_rows()
         if labeled_rows is None:
-            self.memory.add(**self.row_fields(batch, out))
+            self.memory.add(**self.row_fields(batch, outputs))
         elif labeled_rows.any():
-            self.memory.add(**self.row_fields(batch[labeled_rows], out[labeled_rows]))
+            self.memory.add(**self.row_fields(batch[labeled_rows], outputs[labeled_rows]))
 
     def after_step(self, model: nn.Module) -> None:
         """Check running statistics in a loop that does not use the method's loss."""
-        self._after_forward(model)
+        self._check_later_statistics(model)
 
-    def _after_forward(self, model: nn.Module) -> None:
+    def _check_later_statistics(self, model: nn.Module) -> None:
         """Check once whether running statistics follow a later task."""
         if self.tasks:
             self._check_statistics(model)
@@ -89,21 +90,21 @@ class Replay(Method):
         """Count the task; raise or warn if the training loop did not call the hooks."""
         self._check_hooks_called()
         self.tasks += 1
-        self.num_offered = self.memory.seen
+        self.num_offered = self.memory.num_seen
         self._current_batch = None
         self._gradients_edited = False
 
     def _check_hooks_called(self) -> None:
         """Raise, or warn, if no example was observed or gradients were not edited in the task that ends."""
         name = type(self).__name__
-        if not self.memory.seen:
+        if not self.memory.num_seen:
             raise ValueError(
                 f"{name} has seen no example, so its memory is empty: compute the loss in your training loop by "
                 "method.loss(model, Batch(x, y))."
             )
         if self._requires_gradient_edit() and not self._gradients_edited:
             raise ValueError(f"{name}.before_step was not called: it edits gradients, between backward() and step().")
-        if self.memory.seen == self.num_offered:
+        if self.memory.num_seen == self.num_offered:
             warnings.warn(
                 f"{name} has seen no example since the last task ended: in this task it neither replayed nor stored "
                 "any. Compute the loss in your training loop by method.loss(model, Batch(x, y)).",
@@ -120,11 +121,11 @@ class Replay(Method):
 
     def load_state_dict(self, state: Rows) -> None:
         """Load the state of a method with the same settings; with several processes, each loads its share."""
-        if distributed.world_size() > 1 and not self.memory.seen:
+        if distributed.world_size() > 1 and not self.memory.num_seen:
             self.memory = self.make_memory()
         super().load_state_dict(state)
 
-    def row_fields(self, batch: Batch, out: Tensor) -> Rows:
+    def row_fields(self, batch: Batch, outputs: Tensor) -> Rows:
         """Return the columns to store: inputs, labels and task ids; subclasses may add more."""
         t = batch.t
         if t is None:
@@ -199,6 +200,29 @@ class Replay(Method):
             example = tree_map(partial(_select_row, i), rows["x"])
             examples.append(_apply_transform(transforms[k], example))
         return tree_map(_concatenate, *examples)
+
+
+def forward_both(model: nn.Module, batch: Batch, x: Any, joint: bool) -> tuple[Tensor, Tensor]:
+    """Compute the outputs of the current batch and of replayed inputs.
+
+    Args:
+        model: in training mode.
+        batch: the current batch, whose outputs a training loop may have computed already.
+        x: replayed inputs.
+        joint: in one forward pass, in which BatchNorm normalizes all examples together, or in two.
+    """
+    if joint and batch.outputs is None:
+        outputs = forward(model, concatenate_inputs(batch.x, x))
+        return outputs[: len(batch)], outputs[len(batch) :]
+
+    batch_norms = [name for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training]
+    if joint and batch_norms:
+        raise ValueError(
+            f"New and replayed examples must pass BatchNorm ({batch_norms[0]}) together, but this loop has computed "
+            "the outputs of the new ones already: give the method joint=False, which normalizes them separately, or "
+            "take the loss from method.loss(model, Batch(x, y))."
+        )
+    return batch.forward(model), forward(model, x)
 
 
 def replay_loss(model: nn.Module, batch: Batch) -> Tensor:

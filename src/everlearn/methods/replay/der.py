@@ -44,12 +44,13 @@ class DER(Replay):
 
     alpha: Annotated[NonNegative, Search(0.05, 5)] = 0.5
 
-    def row_fields(self, batch: Batch, out: Tensor) -> Rows:
+    def row_fields(self, batch: Batch, outputs: Tensor) -> Rows:
         """Store the outputs too."""
-        return {**super().row_fields(batch, out), "logits": out.to(accumulate_dtype(out))}
+        return {**super().row_fields(batch, outputs), "logits": outputs.to(accumulate_dtype(outputs))}
 
-    def penalty(self, model: nn.Module, batch: Batch | None = None, out: Tensor | None = None) -> Tensor | float:
+    def penalty(self, model: nn.Module, batch: Batch | None = None, outputs: Tensor | None = None) -> Tensor | float:
         """Return alpha · mean of (f(x′) - z′)²."""
+        self._check_later_statistics(model)
         if batch is None or not self.alpha:
             return 0.0
         drawn = self.draw(batch)
@@ -85,9 +86,9 @@ class DERpp(DER):
 
     beta: Annotated[NonNegative, Search(0.05, 5)] = 0.5
 
-    def penalty(self, model: nn.Module, batch: Batch | None = None, out: Tensor | None = None) -> Tensor | float:
+    def penalty(self, model: nn.Module, batch: Batch | None = None, outputs: Tensor | None = None) -> Tensor | float:
         """Return alpha · mean of (f(x′) - z′)² + beta · L(f(x″), y″)."""
-        output_term = super().penalty(model, batch, out)
+        output_term = super().penalty(model, batch, outputs)
         if batch is None or not self.beta:
             return output_term
         drawn = self.draw(batch)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from everlearn.core.batch import Batch
 from everlearn.core.traits import Traits
-from everlearn.methods.replay.base import Replay
+from everlearn.methods.replay.base import Replay, forward_both
 
 
 @dataclass(eq=False)
@@ -21,13 +21,15 @@ class ER(Replay):
 
     B examples are new and B′ come from the memory. Both losses are means, over tokens that count if labels are tokens.
     New and replayed examples pass through the model as one batch, the new ones first, as in the papers' code: BatchNorm
-    normalizes them together.
+    normalizes them together. With ``joint=False`` they pass separately, for loops that compute the outputs of the new
+    ones themselves.
 
     Args:
         capacity: number of stored examples.
         size: B′; by default B.
         balance: whether every example has the same weight, or every task. With "tasks" only examples of earlier tasks
             are replayed (van de Ven et al., 2022).
+        joint: whether new and replayed examples pass through the model as one batch.
     """
 
     traits = Traits(
@@ -40,40 +42,26 @@ class ER(Replay):
     )
 
     balance: Literal["examples", "tasks"] = field(default="examples", kw_only=True)
+    joint: bool = field(default=True, kw_only=True)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._num_new = 0  # B
-        self._num_tasks: int | None = None  # t, if the joint batch is balanced by tasks
-
-    def join(self, batch: Batch) -> Batch:
-        """Append replayed examples to the batch."""
-        self._num_new = len(batch)
-        self._num_tasks = None
-
+    def task_loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Compute the weighted mean of L_task and L_memory."""
+        self._check_later_statistics(model)
         earlier_rows = None
         if self.balance == "tasks":
             earlier_rows = self.earlier_task_rows(batch)
         drawn = self.draw(batch, earlier_rows)
         if drawn is None:
-            return batch
+            return super().task_loss(model, batch)
 
-        if earlier_rows is not None:
-            earlier_ids = self.memory["t"][earlier_rows].unique()
-            self._num_tasks = len(earlier_ids) + 1
         replayed, _ = drawn
-        return batch + replayed
+        outputs, memory_outputs = forward_both(model, batch, replayed.x, self.joint)
+        if earlier_rows is None:
+            memory_share = replayed.num_labels() / (batch.num_labels() + replayed.num_labels())
+        else:
+            num_earlier = len(self.memory["t"][earlier_rows].unique())
+            memory_share = num_earlier / (num_earlier + 1)
 
-    def task_loss(self, batch: Batch, out: Tensor) -> Tensor:
-        """Compute the loss of the joint batch."""
-        # A mean over all B + B′ examples weights every example equally.
-        if self._num_tasks is None:
-            return batch.loss(out)
-
-        b = self._num_new
-        t = self._num_tasks
-        self._num_tasks = None
-        memory_weight = (t - 1) / t
-        task_loss = batch[:b].loss(out[:b])
-        memory_loss = batch[b:].loss(out[b:])
-        return (1 - memory_weight) * task_loss + memory_weight * memory_loss
+        task_loss = batch.loss(outputs)
+        memory_loss = replayed.loss(memory_outputs)
+        return (1 - memory_share) * task_loss + memory_share * memory_loss, outputs

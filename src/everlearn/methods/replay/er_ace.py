@@ -37,12 +37,14 @@ class ERACE(Replay):
         without_boundaries={},
     )
 
-    def task_loss(self, batch: Batch, out: Tensor) -> Tensor:
+    def task_loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """Compute the cross-entropy over the classes of the current batch."""
         if not isinstance(batch.likelihood, Categorical):
             raise TypeError(f"ER-ACE needs classes; {batch.likelihood} has none: use ER.")
+        self._check_later_statistics(model)
+        outputs = batch.forward(model)
         y = batch.likelihood.labels(batch.labels()).flatten()
-        is_present = torch.zeros(1, out.shape[-1], dtype=torch.bool, device=out.device)
+        is_present = torch.zeros(1, outputs.shape[-1], dtype=torch.bool, device=outputs.device)
         is_present[0, y[y != -100]] = True
 
         # The current batch is divided among processes: a class counts if any of them has it.
@@ -52,10 +54,11 @@ class ERACE(Replay):
             is_present = num_processes > 0
 
         # All examples share the one row of this mask.
-        mask_rows = torch.zeros(len(batch), dtype=torch.long, device=out.device)
-        return replace(batch, allowed=is_present, t=mask_rows).loss(out)
+        mask_rows = torch.zeros(len(batch), dtype=torch.long, device=outputs.device)
+        masked_batch = replace(batch, allowed=is_present, t=mask_rows, loop_loss=None)
+        return masked_batch.loss(outputs), outputs
 
-    def penalty(self, model: nn.Module, batch: Batch | None = None, out: Tensor | None = None) -> Tensor | float:
+    def penalty(self, model: nn.Module, batch: Batch | None = None, outputs: Tensor | None = None) -> Tensor | float:
         """Compute the cross-entropy of replayed examples over all allowed classes."""
         if batch is None:
             return 0.0

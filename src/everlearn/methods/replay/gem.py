@@ -40,8 +40,8 @@ class GEM(Replay):
         size: number of examples per task in gₖ; by default all.
         margin: γ; larger values move the gradient further toward the old tasks.
         ridge: keeps the small quadratic program well posed.
-        each: maximum number of examples per task. The authors store capacity / tasks examples of each from the start;
-            by default tasks share the capacity equally, so that the first ones have more while there are few.
+        max_per_task: maximum number of examples per task. The authors store capacity / tasks examples of each from the
+            start; by default tasks share the capacity equally, so that the first ones have more while there are few.
     """
 
     traits = Traits(
@@ -56,15 +56,15 @@ class GEM(Replay):
     margin: Annotated[NonNegative, Search(0, 1, log=False, late=True)] = 0.5
     ridge: NonNegative = 1e-3
     policy: Literal["reservoir", "balanced", "ring"] = field(default="ring", kw_only=True)
-    each: Annotated[int, Range(1)] | None = field(default=None, kw_only=True)
+    max_per_task: Annotated[int, Range(1)] | None = field(default=None, kw_only=True)
 
     def make_memory(self) -> Memory:
         """Create an empty memory with at most ``each`` examples per task."""
         max_per_task = None
-        if self.each is not None:
-            max_per_task = divide_among_processes(self.each)
+        if self.max_per_task is not None:
+            max_per_task = divide_among_processes(self.max_per_task)
         capacity = divide_among_processes(self.capacity)
-        return Memory(capacity, self.policy, each=max_per_task, seed=distributed.rank())
+        return Memory(capacity, self.policy, max_per_group=max_per_task, seed=distributed.rank())
 
     def before_step(self, model: nn.Module) -> None:
         """Project the gradient if it would increase the loss of an earlier task."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from everlearn.core.batch import Batch
-from everlearn.core.forward import forward
 from everlearn.core.hyperparameters import Range
 from everlearn.core.likelihood import Categorical
 from everlearn.core.method import Method
@@ -24,6 +23,7 @@ from everlearn.methods.regularization.teacher import (
     softened_kl,
     teacher_outputs,
 )
+from everlearn.methods.replay.base import forward_both
 from everlearn.nets.vae import VAE
 from everlearn.runtime import distributed
 from everlearn.runtime.randomness import derive, generator, seeded
@@ -41,7 +41,7 @@ class GenerativeReplay(Method):
     the same time. If tasks have separate outputs, L_replay is the mean over the old tasks of the loss for every x′, as
     in van de Ven & Tolias (2019). Inputs are floating-point tensors: vectors, or images small enough for a
     multi-layer perceptron. New and generated inputs pass through the model as one batch, so that BatchNorm normalizes
-    them together.
+    them together; with ``joint=False`` they pass separately.
 
     Args:
         size: number of generated inputs per step; by default as many as the current batch has.
@@ -50,6 +50,7 @@ class GenerativeReplay(Method):
         temperature: T of soft targets.
         hidden: width of the generator's layers.
         latent: dimension of the generator's code.
+        joint: whether new and generated inputs pass through the model as one batch.
     """
 
     traits = Traits(
@@ -66,6 +67,7 @@ class GenerativeReplay(Method):
     temperature: Annotated[float, Range(1e-3)] = 2.0
     hidden: Annotated[int, Range(1)] = 400
     latent: Annotated[int, Range(1)] = 100
+    joint: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -79,11 +81,6 @@ class GenerativeReplay(Method):
         self.num_draws = 0
         self._generator: VAE | None = None
         self._old_generator: VAE | None = None
-
-        # Of the current joint batch: the number of new examples, x′, and the model's outputs for x′.
-        self._num_new = 0
-        self._generated_inputs: Tensor | None = None
-        self._generated_outputs: Tensor | None = None
 
     def begin_task(self, model: nn.Module, task: Any) -> None:
         """Replay from the model and the generator of the last task's end; chunks of one task share theirs."""
@@ -105,26 +102,10 @@ class GenerativeReplay(Method):
         """Return 0: only training needs the generator."""
         return 0
 
-    def join(self, batch: Batch) -> Batch:
-        """Append generated inputs to the batch, without labels: one forward pass costs less than two."""
-        if not self.teacher:
-            return batch
-        self._num_new = len(batch)
-        self._generated_inputs = self._generate_inputs(batch)
-        return replace(batch, x=torch.cat([batch.x, self._generated_inputs]))
-
-    def task_loss(self, batch: Batch, out: Tensor) -> Tensor:
-        """Return (1/t) L_task."""
-        if self._generated_inputs is None:
-            return batch.loss(out)
-        n = self._num_new
-        self._generated_outputs = out[n:]
-        return self._task_weight() * batch[:n].loss(out[:n])
-
-    def penalty(self, model: nn.Module, batch: Batch | None = None, out: Tensor | None = None) -> Tensor | float:
-        """Return (1 - 1/t) L_replay + L_generator."""
-        if batch is None or self._generator is None:
-            return 0.0
+    def task_loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return (1/t) L_task + (1 - 1/t) L_replay + L_generator."""
+        if self._generator is None:
+            return super().task_loss(model, batch)
         if self.pixels and (batch.x.min() < 0 or batch.x.max() > 1):
             raise ValueError(
                 "The generator was built for inputs in [0, 1], and these are outside: scale the inputs of all tasks to "
@@ -132,28 +113,25 @@ class GenerativeReplay(Method):
             )
         noise = self._draw_noise(len(batch), batch.x)
         if not self.teacher:
-            return self._generator.loss(batch.x, noise)
+            task_loss, outputs = super().task_loss(model, batch)
+            return task_loss + self._generator.loss(batch.x, noise), outputs
         self._check_statistics(model)
 
-        # The forward pass of ``loss`` has included x′; a call of ``penalty`` alone has not.
-        x = self._generated_inputs
-        outputs = self._generated_outputs
-        self._generated_inputs = None
-        self._generated_outputs = None
-        if x is None or outputs is None:
-            x = self._generate_inputs(batch)
-            outputs = forward(model, x)
+        x = self._generate_inputs(batch)
+        outputs, generated_outputs = forward_both(model, batch, x, self.joint)
+        target = teacher_outputs(model, self.teacher, x)
+        replay_loss = self._replay_loss(batch, x, target, generated_outputs)
 
         # Weights 1/t and 1 - 1/t, divided by the number of examples: L_generator is a weighted sum.
         task_weight = self._task_weight()
         joint_noise = torch.cat([noise, self._draw_noise(len(x), x)])
         new_weights = x.new_full((len(batch),), task_weight / len(batch))
         replay_weights = x.new_full((len(x),), (1 - task_weight) / len(x))
-        replay_loss = self._replay_loss(batch, x, teacher_outputs(model, self.teacher, x), outputs)
         generator_loss = self._generator.loss(
             torch.cat([batch.x, x]), joint_noise, torch.cat([new_weights, replay_weights])
         )
-        return generator_loss + (1 - task_weight) * replay_loss
+        loss = task_weight * batch.loss(outputs) + (1 - task_weight) * replay_loss + generator_loss
+        return loss, outputs
 
     def _replay_loss(self, batch: Batch, x: Tensor, target: Tensor, outputs: Tensor) -> Tensor:
         """Compute L_replay, the mean over old tasks of the loss on generated inputs.
