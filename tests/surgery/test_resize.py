@@ -33,10 +33,10 @@ def test_a_wider_model_says_the_same(net, mode, double):
             if isinstance(m, (nn.Dropout, nn.MultiheadAttention)):
                 m.eval()
     before = copy.deepcopy(model.state_dict())
-    found = links(model)
+    found = links(model, x)
     after = [resize.widen(model, link, 3) for link in found]
     assert [a.width for a in after] == [b.width + 3 for b in found]
-    assert links(model) == after, "tracing sees the new widths"
+    assert links(model, x) == after, "a run shows the new widths"
     torch.testing.assert_close(model(x), plain(x), rtol=0, atol=1e-12)
     for name, old in before.items():
         now = model.state_dict()[name]
@@ -58,7 +58,7 @@ def units(found, name, model):
 
 def test_new_batchnorm_entries_are_those_of_a_new_norm():
     model = NETS["cnn"]()
-    link = links(model)[0]
+    link = links(model, torch.randn(4, 2, 8, 8))[0]
     resize.widen(model, link, 2)
     norm = model.get_submodule(link.norms[0])
     assert norm.num_features == 6
@@ -69,7 +69,7 @@ def test_new_batchnorm_entries_are_those_of_a_new_norm():
 def test_cut_undoes_widen(double):
     model, x = NETS["cnn"](), torch.randn(4, 2, 8, 8)
     plain = copy.deepcopy(model)
-    for link in links(model):
+    for link in links(model, x):
         wide = resize.widen(model, link, 3)
         assert resize.cut(model, wide, (torch.arange(wide.width) < link.width).double()) == link
     assert all(torch.equal(v, plain.state_dict()[n]) for n, v in model.state_dict().items())
@@ -78,7 +78,7 @@ def test_cut_undoes_widen(double):
 
 def test_frozen_parameters_stay_frozen_and_wrong_links_are_refused():
     model = NETS["mlp"]()
-    link = links(model)[0]
+    link = links(model, torch.randn(4, 5))[0]
     model.get_submodule(link.producer).weight.requires_grad_(False)
     resize.widen(model, link, 1)
     assert not model.get_submodule(link.producer).weight.requires_grad

@@ -483,7 +483,9 @@ def test_trials_side_by_side_end_with_their_command(tmp_path, monkeypatch, check
         time.sleep(600)
 
     monkeypatch.setattr(SharedStart, "train_trial", endless)
-    assert check_workers_end(lambda: tune(net, EWC(), digits(), trials=4, training=TRAINING, out=tmp_path / "study", workers=2))
+    assert check_workers_end(
+        lambda: tune(net, EWC(), digits(), trials=4, training=TRAINING, out=tmp_path / "study", workers=2)
+    )
     assert (tmp_path / "study" / "study.lock").exists()
     monkeypatch.undo()
     assert len(tune(net, EWC(), digits(), trials=2, training=TRAINING, out=tmp_path / "study").trials) >= 2

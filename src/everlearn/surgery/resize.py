@@ -25,7 +25,7 @@ def widen(model: nn.Module, link: Link, count: int) -> Link:
 
     Args:
         model: changed in place.
-        link: the layer of the units and the layer that reads them, as ``everlearn.surgery.tracing.links(model)`` finds.
+        link: the layer of the units and the layer that reads them, as ``everlearn.surgery.tracing.links(model, x)`` finds.
         count: number of units to add.
 
     Returns:
@@ -33,7 +33,7 @@ def widen(model: nn.Module, link: Link, count: int) -> Link:
 
     >>> from everlearn.surgery.tracing import links
     >>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
-    >>> widen(net, links(net)[0], 5)
+    >>> widen(net, links(net, torch.zeros(2, 4))[0], 5)
     Link(producer='0', consumer='2', norms=(), width=8, repeat=1, rigid=False)
     >>> net
     Sequential(
@@ -75,8 +75,8 @@ def _check_widening(inner: nn.Module, link: Link, count: int) -> None:
     """Raise if the arguments of ``widen`` do not fit the model."""
     if not isinstance(link, Link) or not isinstance(count, int):
         raise TypeError(
-            "widen(model, link, count) takes a link, as everlearn.surgery.tracing.links(model) finds it, and a number "
-            f"of units; got {link!r} and {count!r}."
+            "widen(model, link, count) takes a link, as everlearn.surgery.tracing.links(model, x) finds it, and a "
+            f"number of units; got {link!r} and {count!r}."
         )
     if link.rigid:
         raise ValueError(

@@ -1,117 +1,329 @@
-"""Trace which layer produces each unit and which layer reads it, for methods that gate, remove or add units."""
+"""Find which layer produces each unit and which layer reads it, for methods that gate, remove or add units."""
 
 from __future__ import annotations
 
-import copy
-import operator
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
-from everlearn.core.parameters import unwrap
+from everlearn.core.data_source import Batches, row_count
+from everlearn.core.forward import arguments
+from everlearn.core.parameters import Params, unwrap
+from everlearn.core.task import Split, as_task
 from everlearn.runtime.randomness import seeded
+from everlearn.surgery.hooks import without_hooks
+from everlearn.surgery.link import NORMS, Link, is_plain_layer, num_inputs, num_units, repeat_per_input
+from everlearn.surgery.unit_flow import UnitTracker
 
-LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-ELEMENT_WISE = (
-    nn.Identity, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish, nn.Softplus,
-    nn.Tanh,
-    nn.Sigmoid, nn.Hardswish, nn.Hardsigmoid, nn.Hardtanh, nn.LogSigmoid, nn.Softsign, nn.Dropout,
-    torch.relu, torch.tanh, torch.sigmoid, F.relu, F.relu6, F.leaky_relu, F.elu, F.selu, F.gelu, F.silu, F.mish,
-    F.softplus,
-    F.tanh, F.sigmoid, F.hardswish, F.dropout,
-    "relu", "relu_", "tanh", "sigmoid", "contiguous",
-)  # fmt: skip
-# Operations on images and sequences that treat each channel separately.
-CHANNEL_WISE = (
-    nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d,
-    nn.AvgPool3d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d, nn.AdaptiveMaxPool1d,
-    nn.AdaptiveMaxPool2d,
-    nn.AdaptiveMaxPool3d,
-    F.dropout1d, F.dropout2d, F.dropout3d, F.max_pool1d, F.max_pool2d, F.max_pool3d, F.avg_pool1d, F.avg_pool2d,
-    F.avg_pool3d,
-    F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d, F.adaptive_max_pool2d,
-)  # fmt: skip
+__all__ = [
+    "Link",
+    "Structure",
+    "find_structure",
+    "keeps_units_separate",
+    "links",
+    "num_inputs",
+    "num_units",
+    "read_example",
+    "repeat_per_input",
+]
+
+# Examples from which the structure is read. They are also run one by one: the model's code may depend on the data.
+NUM_EXAMPLES = 8
+
+# What a model may raise for a batch of a size, or with a number of units, that its code does not expect.
+MODEL_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError)
 
 
 @dataclass(frozen=True)
-class Link:
-    """Units that one layer produces and one other layer consumes, with nothing between them that mixes units.
+class Structure:
+    """Links of a model, and the layers whose units are on no link.
 
     Args:
-        producer: name of the linear or convolution layer whose outputs the units are.
-        consumer: name of the only layer that reads them.
-        norms: names of the BatchNorms between them.
-        width: number of units.
-        repeat: inputs of the consumer per unit; more than 1 where feature maps are flattened.
-        rigid: whether the model's code fixes their number, as in ``x.view(-1, 400)``.
+        links: in the order in which the model calls their producers.
+        unlinked: the other linear and convolution layers, each with the reason.
     """
 
-    producer: str
-    consumer: str
-    norms: tuple[str, ...]
-    width: int
-    repeat: int = 1
-    rigid: bool = False
+    links: list[Link]
+    unlinked: list[tuple[str, str]]
 
 
-def links(model: nn.Module, groups: Mapping[str, str | list[str]] | None = None) -> list[Link]:
-    """Return the links of a model: those in ``groups``, or else those that tracing finds.
+def links(model: nn.Module, x: Any = None, *, groups: Mapping[str, str | list[str]] | None = None) -> list[Link]:
+    """Return the links of a model: those in ``groups``, or else those that forward passes on examples show.
 
     Args:
-        model: any module that ``torch.fx`` can trace. The transformer layers of torch need no tracing.
-        groups: for a model that cannot be traced: a producer and its consumer, ``{"conv1": "conv2"}``, or with the
-            BatchNorms between them, ``{"conv1": ["norm1", "conv2"]}``.
+        model: any module.
+        x: a batch of a few inputs, as ``everlearn.core.forward.forward`` takes it; not needed with ``groups``.
+        groups: links named by the user: a producer and its consumer, ``{"conv1": "conv2"}``, or with the BatchNorms
+            between them, ``{"conv1": ["norm1", "conv2"]}``.
 
-    >>> links(nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 9, 2)))
+    >>> net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 9, 2))
+    >>> links(net, torch.zeros(2, 1, 5, 5))
     [Link(producer='0', consumer='3', norms=(), width=4, repeat=9, rigid=False)]
     """
-    inner = unwrap(model)
+    if groups is not None:
+        inner = unwrap(model)
+        return _links_from_groups(inner, groups, _find_tied_layers(inner))
+    if x is None:
+        raise ValueError(
+            "Links are found by running the model: give a batch of inputs, links(model, x), or name them, "
+            'groups={"conv1": "conv2"}, and with BatchNorms between {"conv1": ["norm1", "conv2"]}.'
+        )
+    return find_structure(model, x).links
 
-    # Units of a layer with tied weights are also produced or read by the other layers that share the weight.
+
+def find_structure(model: nn.Module, x: Any) -> Structure:
+    """Find links by following the operations of real forward passes, and test each of them.
+
+    The batch is run in evaluation and in training mode, and its examples one by one, so that code that depends on the
+    data takes several of its paths. A link must be the same in all passes, and its layers must be called once in each.
+    It is then tested with ``keeps_units_separate``.
+
+    Args:
+        model: any module. Its parameters, buffers, attributes and random state stay as they are.
+        x: a batch of a few inputs, as ``everlearn.core.forward.forward`` takes it.
+
+    >>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 3), nn.LayerNorm(3), nn.Linear(3, 2))
+    >>> structure = find_structure(net, torch.zeros(2, 4))
+    >>> [(link.producer, link.consumer) for link in structure.links]
+    [('0', '2')]
+    >>> structure.unlinked[0]
+    ('2', "native_layer_norm mixes its units (in '3', LayerNorm)")
+    """
+    inner = unwrap(model)
+    with without_hooks(inner):
+        return _find_structure(inner, x)
+
+
+def _find_structure(inner: nn.Module, x: Any) -> Structure:
+    """Find the structure of a model without hooks of methods."""
+    tied_layers = _find_tied_layers(inner)
+    passes = _record_passes(inner, x)
+
+    # Layers in the order of their calls, and then those that are never called.
+    layer_names = {name: None for tracker in passes for name in tracker.num_calls}
+    layer_names |= {name: None for name, _ in inner.named_modules()}
+
+    recorded = []
+    unlinked = []
+    for name in layer_names:
+        if is_plain_layer(inner.get_submodule(name)):
+            link = _merge_passes(name, passes, tied_layers)
+            if isinstance(link, Link):
+                recorded.append(link)
+            else:
+                unlinked.append((name, link))
+
+    # One test of all links is enough if none of them fails.
+    args, kwargs = arguments(inner, x)
+    separate = recorded
+    if not _are_separate(inner, recorded, args, kwargs):
+        separate = [link for link in recorded if _are_separate(inner, [link], args, kwargs)]
+    for link in recorded:
+        if link not in separate:
+            reason = f"a test showed that its units do not go to {link.consumer!r} alone, or are mixed on their way"
+            unlinked.append((link.producer, reason))
+
+    plain_outputs = _run(inner, {}, args, kwargs, training=False)
+    if _can_widen(inner, separate, args, kwargs, plain_outputs):
+        return Structure(separate, unlinked)
+    measured = []
+    for link in separate:
+        is_rigid = not _can_widen(inner, [link], args, kwargs, plain_outputs)
+        measured.append(replace(link, rigid=is_rigid))
+    return Structure(measured, unlinked)
+
+
+def read_example(model: nn.Module, task: Any) -> Any:
+    """Read inputs of a few examples of a task, on the model's device; None if there are none to read.
+
+    The training loop misses nothing: a DataLoader's random generators are put back, and the first batch of an iterator
+    is put back into the task. The iterator of somebody who has no Task is not read.
+    """
+    data = as_task(task)
+    splits: tuple[Split, ...] = ("train", "valid", "test")
+    for split in splits:
+        source = getattr(data, split)
+        if isinstance(source, Batches) and isinstance(source.iterable, Iterator):
+            if data is not task:
+                continue
+            source = _peek(source)
+        if source is None:
+            continue
+
+        generators = _find_generators(source)
+        states = [generator.get_state() for generator in generators]
+        readable = replace(data, **{split: source})
+        batch = next(readable.examples(NUM_EXAMPLES, split, max_examples=NUM_EXAMPLES), None)
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+        if batch is not None:
+            return batch.to(next(unwrap(model).parameters()).device).x
+    return None
+
+
+def _peek(source: Batches) -> Batches | None:
+    """Return the first batch of an iterator, which is put back; None if there is no batch left."""
+    iterator: Any = source.iterable
+    with seeded(0):
+        first_batch = next(iterator, None)
+    if first_batch is None:
+        return None
+    source.iterable = chain([first_batch], iterator)
+    return Batches([first_batch], source.rename)
+
+
+def _find_generators(source: Any) -> list[torch.Generator]:
+    """List the random generators of a DataLoader and its samplers."""
+    loader = getattr(source, "iterable", None)
+    owners = [loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
+    generators = [getattr(owner, "generator", None) for owner in owners]
+    return [generator for generator in generators if isinstance(generator, torch.Generator)]
+
+
+def _record_passes(inner: nn.Module, x: Any) -> list[UnitTracker]:
+    """Follow units through passes of the batch in both modes, and of its examples one by one."""
+    num_examples = row_count(x)
+    try:
+        passes = [_record_pass(inner, x, training=False), _record_pass(inner, x, training=True)]
+    except MODEL_ERRORS as error:
+        raise ValueError(
+            f"{type(inner).__name__} cannot be run on {num_examples} examples to find its units ({str(error)[:200]}): "
+            'name the layers, groups={"conv1": "conv2"}, and with BatchNorms between {"conv1": ["norm1", "conv2"]}.'
+        ) from error
+
+    for i in range(min(num_examples, NUM_EXAMPLES)):
+        example = tree_map(lambda v, i=i: _select_row(v, i, num_examples), x)
+        try:
+            passes.append(_record_pass(inner, example, training=False))
+        except MODEL_ERRORS:
+            # A model that takes whole batches only has no other passes.
+            break
+    return passes
+
+
+def _select_row(value: Any, i: int, num_examples: int) -> Any:
+    """Return one example of a tensor with a row per example; options stay as they are."""
+    is_per_example = isinstance(value, Tensor) and value.dim() and len(value) == num_examples
+    return value[i : i + 1] if is_per_example else value
+
+
+def _record_pass(inner: nn.Module, x: Any, training: bool) -> UnitTracker:
+    args, kwargs = arguments(inner, x)
+    tracker = UnitTracker(inner)
+    with _preserved(inner, training), tracker.hooked(), tracker:
+        outputs = functional_call(inner, _clone_buffers(inner), args, kwargs)
+    tracker.end_pass(outputs)
+    return tracker
+
+
+def _merge_passes(name: str, passes: list[UnitTracker], tied_layers: set[str]) -> Link | str:
+    """Return the link of a layer if it is the same in all passes, or else the reason why there is none."""
+    if len({tracker.num_calls[name] for tracker in passes}) > 1:
+        return "it is called a varying number of times, depending on the data"
+    if not passes[0].num_calls[name]:
+        return "it is never called as a module, as the layers inside nn.MultiheadAttention"
+
+    merged: Link | str | None = None
+    for tracker in passes:
+        link = _find_link(name, tracker, tied_layers)
+        if isinstance(link, str):
+            return link
+        if merged is not None and link != merged:
+            return "its units go different ways, depending on the data or the mode"
+        merged = link
+    assert merged is not None  # there is at least one pass
+    return merged
+
+
+def _find_link(name: str, tracker: UnitTracker, tied_layers: set[str]) -> Link | str:
+    """Return the link of a layer in one pass, or the reason why there is none."""
+    obstacle = _find_obstacle(name, tracker, tied_layers)
+    if obstacle is not None:
+        return f"it {obstacle}"
+    if name in tracker.reasons:
+        return tracker.reasons[name]
+
+    readings = tracker.readers.get(name, [])
+    reader_names = sorted({consumer for consumer, _ in readings})
+    if not readings:
+        return "no layer reads its units"
+    if len(reader_names) > 1:
+        return f"its units are read by several layers: {', '.join(map(repr, reader_names))}"
+
+    consumer, units = readings[0]
+    for other in (consumer, *units.norms):
+        obstacle = _find_obstacle(other, tracker, tied_layers)
+        if obstacle is not None:
+            return f"{other!r}, to which its units go, {obstacle}"
+    return Link(name, consumer, units.norms, units.width, units.repeat)
+
+
+def _find_obstacle(name: str, tracker: UnitTracker, tied_layers: set[str]) -> str | None:
+    """Say why a layer or norm can be on no link, as the end of a sentence; None if it can."""
+    if tracker.num_calls[name] > 1:
+        return f"is called {tracker.num_calls[name]} times in a forward pass"
+    if name in tied_layers:
+        return "shares a weight with another layer"
+    if name in tracker.read_directly:
+        return "has a weight that is also read outside of the layer"
+    return None
+
+
+def _find_tied_layers(inner: nn.Module) -> set[str]:
+    """Find layers that share a parameter: their units are also produced or read by the other layers."""
     uses = Counter(id(p) for _, p in inner.named_parameters(remove_duplicate=False))
     tied_layers = set()
     for name, module in inner.named_modules():
-        if _is_plain_layer(module) and any(uses[id(p)] > 1 for p in module.parameters()):
+        if is_plain_layer(module) and any(uses[id(p)] > 1 for p in module.parameters()):
             tied_layers.add(name)
+    return tied_layers
 
-    if groups is not None:
-        return _links_from_groups(inner, groups, tied_layers)
 
-    all_links = _transformer_links(inner)
+@torch.no_grad()
+def _can_widen(
+    inner: nn.Module,
+    widened_links: list[Link],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    plain_outputs: list[Tensor],
+) -> bool:
+    """Whether the model gives the same outputs with one more unit per link, with outgoing weights of zero."""
+    state: Params = {}
+    for link in widened_links:
+        for name in (link.producer, *link.norms):
+            module = inner.get_submodule(name)
+            for leaf, v in [*module._parameters.items(), *module._buffers.items()]:
+                if v is not None and v.dim():
+                    key = f"{name}.{leaf}"
+                    rows = state.get(key, v)
+                    state[key] = torch.cat([rows, rows[:1]])
+        key = f"{link.consumer}.weight"
+        weight = state.get(key, inner.get_parameter(key))
+        new_columns = weight.new_zeros(len(weight), link.repeat, *weight.shape[2:])
+        state[key] = torch.cat([weight, new_columns], 1)
+
     try:
-        all_links += _traced_links(inner)
-    except Exception as error:  # tracing runs the user's code, which may raise anything
-        if not all_links:
-            raise ValueError(
-                f"{type(inner).__name__} cannot be traced ({str(error)[:100]}): name which layer's units go where, "
-                'groups={"conv1": "conv2"}, and with BatchNorms between {"conv1": ["norm1", "conv2"]}.'
-            ) from error
-    return [link for link in all_links if not {link.producer, link.consumer} & tied_layers]
+        outputs = _run(inner, state, args, kwargs, training=False)
+    except MODEL_ERRORS:
+        return False
+    if [v.shape for v in outputs] != [v.shape for v in plain_outputs]:
+        return False
 
-
-def num_units(layer: nn.Module) -> int:
-    """Return the number of outputs of a linear or convolution layer."""
-    return int(layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels)  # type: ignore[arg-type]
-
-
-def num_inputs(layer: nn.Module) -> int:
-    """Return the number of inputs of a linear or convolution layer."""
-    return int(layer.in_features if isinstance(layer, nn.Linear) else layer.in_channels)  # type: ignore[arg-type]
-
-
-def repeat_per_input(unit_values: Tensor, link: Link) -> Tensor:
-    """Turn a value per unit into a value per input of the consumer."""
-    if link.repeat == 1:
-        return unit_values
-    return unit_values.repeat_interleave(link.repeat)
+    # Sums of another length round differently.
+    for wide, plain in zip(outputs, plain_outputs, strict=True):
+        if plain.is_floating_point() and plain.numel():
+            tolerance = 1e-2 * float(plain.double().abs().max()) + 1e-6
+            if not torch.allclose(wide.double(), plain.double(), rtol=0, atol=tolerance, equal_nan=True):
+                return False
+    return True
 
 
 def _links_from_groups(inner: nn.Module, groups: Mapping[str, str | list[str]], tied_layers: set[str]) -> list[Link]:
@@ -142,8 +354,8 @@ def _named_link(model: nn.Module, producer: str, target_names: list[str]) -> Lin
     *norms, consumer = target_names
     modules = dict(model.named_modules())
     for name in (producer, consumer):
-        if not _is_plain_layer(modules.get(name)):
-            allowed = ", ".join(n for n, m in modules.items() if _is_plain_layer(m))
+        if not is_plain_layer(modules.get(name)):
+            allowed = ", ".join(n for n, m in modules.items() if is_plain_layer(m))
             raise ValueError(
                 f"groups: {name!r} is no linear or ungrouped convolution layer of this model; there are: {allowed}."
             )
@@ -166,179 +378,104 @@ def _named_link(model: nn.Module, producer: str, target_names: list[str]) -> Lin
     return Link(producer, consumer, tuple(norms), width, consumer_inputs // width)
 
 
-def _is_plain_layer(module: nn.Module | None) -> bool:
-    """Whether a module is an ungrouped layer with a weight parameter, without weight_norm or spectral_norm."""
-    return isinstance(module, LAYERS) and getattr(module, "groups", 1) == 1 and "weight" in module._parameters
-
-
-def _transformer_links(model: nn.Module) -> list[Link]:
-    """Find the feed-forward links inside torch's transformer layers, which tracing treats as single operations."""
-    kinds = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-    return [
-        Link(f"{name}.linear1".lstrip("."), f"{name}.linear2".lstrip("."), (), module.linear1.out_features)
-        for name, module in model.named_modules()
-        if type(module) in kinds and _is_plain_layer(module.linear1) and _is_plain_layer(module.linear2)
-    ]
-
-
-def _traced_links(model: nn.Module) -> list[Link]:
-    """Find links in the graph that ``torch.fx`` traces."""
-    # Trace a copy: the forward pass may write attributes while it is traced.
-    graph = fx.Tracer().trace(copy.deepcopy(model))
-    modules = dict(model.named_modules())
-
-    # A module registered under two names counts as one.
-    name_of = {id(m): n for n, m in modules.items()}
-    layer_calls = {node: name_of[id(modules[str(node.target)])] for node in graph.nodes if node.op == "call_module"}
-    call_counts = Counter(layer_calls.values())
-
-    # Weights that the model's forward reads directly are used outside their layer.
-    direct_reads = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
-
-    traced_links = []
-    for node, name in layer_calls.items():
-        if not _is_plain_layer(modules[name]) or call_counts[name] != 1:
-            continue
-        link = _follow_units(node, name, layer_calls, modules, call_counts)
-        if link is not None and not {f"{link.producer}.weight", f"{link.consumer}.weight"} & direct_reads:
-            traced_links.append(link)
-    return traced_links
-
-
-def _follow_units(
-    node: fx.Node,
-    producer: str,
-    layer_calls: dict[fx.Node, str],
-    modules: dict[str, nn.Module],
-    call_counts: Counter[str],
-) -> Link | None:
-    """Follow the graph from a producer to the layer that consumes its units; None if anything mixes the units."""
-    start = modules[producer]
-    width = num_units(start)
-    norms: list[str] = []
-    is_flat = isinstance(start, nn.Linear)
-    is_rigid = False
-
-    while True:
-        # The units must have one user, which has them as its first and only tensor argument.
-        users = [user for user in node.users if not _is_shape_query(user)]
-        if len(users) != 1 or not users[0].args or users[0].args[0] is not node:
-            return None
-        (user,) = users
-        side_arguments = [*user.args[1:], *user.kwargs.values()]
-        if any(isinstance(a, fx.Node) and not _is_shape_query(a) for a in side_arguments):
-            return None
-
-        name = layer_calls.get(user, "")
-        module = modules[name] if name else None
-        if module is not None and _is_plain_layer(module):
-            fits = isinstance(module, nn.Linear) == is_flat and num_inputs(module) % width == 0
-            repeat = num_inputs(module) // width
-            if not fits or call_counts[name] != 1 or (repeat > 1 and isinstance(start, nn.Linear)):
-                return None
-            return Link(producer, name, tuple(norms), width, repeat, is_rigid)
-
-        if isinstance(module, NORMS) and module.num_features == width and call_counts[name] == 1:
-            norms.append(name)
-        elif _is_flatten(user, module) or (not is_flat and _is_spatial_mean(user)):
-            is_flat = True
-            is_rigid = is_rigid or (user.target in ("view", "reshape") and user.args[-1:] != (-1,))
-        elif not (_is_one_of(user, module, ELEMENT_WISE) or (not is_flat and _is_one_of(user, module, CHANNEL_WISE))):
-            return None
-        node = user
-
-
-def _is_one_of(node: fx.Node, module: nn.Module | None, kinds: tuple[Any, ...]) -> bool:
-    """Whether a node calls one of these functions, methods or module classes."""
-    return (node.target if module is None else type(module)) in kinds
-
-
-def _is_flatten(node: fx.Node, module: nn.Module | None) -> bool:
-    """Whether a node merges all dimensions but the first."""
-    if isinstance(module, nn.Flatten):
-        return module.start_dim == 1 and module.end_dim == -1
-    arguments = node.args[1:]
-    if node.target in (torch.flatten, "flatten"):
-        return arguments == (1,) or (not arguments and node.kwargs == {"start_dim": 1})
-    return node.target in ("view", "reshape") and len(arguments) == 2 and -1 in arguments
-
-
-def _is_spatial_mean(node: fx.Node) -> bool:
-    """Whether a node averages images over height and width."""
-    if node.target not in (torch.mean, "mean"):
-        return False
-    dims = node.args[1:] or (node.kwargs.get("dim"),)
-    return not node.kwargs.get("keepdim", False) and dims in (((2, 3),), ([2, 3],), ((-2, -1),), ([-2, -1],))
-
-
-def _is_shape_query(node: fx.Node) -> bool:
-    """Whether a node only reads sizes of a tensor."""
-    if node.op == "call_method" and node.target in ("size", "dim"):
-        return True
-    if node.op == "call_function" and node.target is getattr:
-        return node.args[1] == "shape"
-    source = node.args[0] if node.args else None
-    return node.target is operator.getitem and isinstance(source, fx.Node) and _is_shape_query(source)
-
-
-@torch.no_grad()
 def keeps_units_separate(model: nn.Module, link: Link, *args: Any, kwargs: dict[str, Any] | None = None) -> bool:
     """Test on real inputs that the weights of gated-off units influence nothing.
 
     Half of the gates are closed, then noise is added to the weights of those units. If the consumer's input and the
-    model's outputs stay equal, in training and in evaluation mode, the units are separate. Tracing alone cannot see the
-    effect of hooks, and links named by the user were never traced.
+    model's outputs stay equal, in training and in evaluation mode, the units are separate. Links named by the user were
+    never seen in a forward pass.
     """
-    is_closed = torch.arange(link.width) % 2 == 0
+    return _are_separate(unwrap(model), [link], args, kwargs or {})
+
+
+@torch.no_grad()
+def _are_separate(inner: nn.Module, tested_links: list[Link], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Test several links at once, with half of the units of each gated off."""
     for training in (False, True):
-        clean = _gated_pass(model, link, args, kwargs or {}, is_closed, 0.0, training)
-        noisy = _gated_pass(model, link, args, kwargs or {}, is_closed, 1.0, training)
+        clean = _gated_pass(inner, tested_links, args, kwargs, 0.0, training)
+        noisy = _gated_pass(inner, tested_links, args, kwargs, 1.0, training)
         if len(clean) != len(noisy) or not all(torch.equal(a, b) for a, b in zip(clean, noisy, strict=True)):
             return False
     return True
 
 
 def _gated_pass(
-    model: nn.Module,
-    link: Link,
+    inner: nn.Module,
+    tested_links: list[Link],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    is_closed: Tensor,
     noise_scale: float,
     training: bool,
 ) -> list[Tensor]:
-    """Return the consumer's gated inputs and the model's outputs, with noise on the weights of closed units."""
-    inner = unwrap(model)
-    consumer = inner.get_submodule(link.consumer)
+    """Return the consumers' gated inputs and the model's outputs, with noise on the weights of closed units."""
     gated_inputs: list[Tensor] = []
 
-    def gate(module: nn.Module, args: Any) -> tuple[Any, ...]:
-        x = args[0]
-        gates = repeat_per_input(~is_closed, link).to(x.device, x.dtype)
-        if not isinstance(module, nn.Linear):
-            gates = gates.view(-1, *[1] * (x.dim() - 2))
-        gated_inputs.append(x * gates)
-        return gated_inputs[-1], *args[1:]
+    def make_gate(link: Link) -> Callable[..., tuple[Any, ...]]:
+        def gate(module: nn.Module, args: Any) -> tuple[Any, ...]:
+            x = args[0]
+            gates = repeat_per_input(~_closed_units(link), link).to(x.device, x.dtype)
+            if not isinstance(module, nn.Linear):
+                gates = gates.view(-1, *[1] * (x.dim() - 2))
+            gated_inputs.append(x * gates)
+            return gated_inputs[-1], *args[1:]
 
-    # Buffers are cloned, so that the pass in training mode leaves running statistics unchanged.
-    state = {name: v.clone() for name, v in inner.named_buffers()}
-    for layer_name in (link.producer, *link.norms):
-        for leaf, p in inner.get_submodule(layer_name)._parameters.items():
-            if p is not None:
-                noise = is_closed.to(p.device, p.dtype).view(-1, *[1] * (p.dim() - 1)) * noise_scale
-                state[f"{layer_name}.{leaf}".lstrip(".")] = p + noise
-    weight: Any = consumer.weight
-    closed_columns = repeat_per_input(is_closed, link).to(weight.device, weight.dtype)
-    state[f"{link.consumer}.weight"] = weight + closed_columns.view(1, -1, *[1] * (weight.dim() - 2)) * noise_scale
+        return gate
 
-    handle = consumer.register_forward_pre_hook(gate)
-    modes = [(module, module.training) for module in inner.modules()]
+    handles = [inner.get_submodule(k.consumer).register_forward_pre_hook(make_gate(k)) for k in tested_links]
+    try:
+        outputs = _run(inner, _noisy_weights(inner, tested_links, noise_scale), args, kwargs, training)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [*gated_inputs, *outputs]
+
+
+def _noisy_weights(inner: nn.Module, tested_links: list[Link], noise_scale: float) -> Params:
+    """Add noise to the incoming and outgoing weights of closed units."""
+    state: Params = {}
+    for link in tested_links:
+        is_closed = _closed_units(link)
+        for layer_name in (link.producer, *link.norms):
+            for leaf, p in inner.get_submodule(layer_name)._parameters.items():
+                if p is not None:
+                    key = f"{layer_name}.{leaf}"
+                    noise = is_closed.to(p.device, p.dtype).view(-1, *[1] * (p.dim() - 1)) * noise_scale
+                    state[key] = state.get(key, p) + noise
+
+        key = f"{link.consumer}.weight"
+        weight = state.get(key, inner.get_parameter(key))
+        closed_columns = repeat_per_input(is_closed, link).to(weight.device, weight.dtype)
+        state[key] = weight + closed_columns.view(1, -1, *[1] * (weight.dim() - 2)) * noise_scale
+    return state
+
+
+def _closed_units(link: Link) -> Tensor:
+    return torch.arange(link.width) % 2 == 0
+
+
+def _run(
+    inner: nn.Module, state: Params, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool
+) -> list[Tensor]:
+    """Return the output tensors of a forward pass with some other parameters, which leaves the model unchanged."""
+    with _preserved(inner, training):
+        outputs = functional_call(inner, {**_clone_buffers(inner), **state}, args, kwargs)
+    return [v for v in tree_leaves(outputs) if isinstance(v, Tensor)]
+
+
+def _clone_buffers(inner: nn.Module) -> Params:
+    """Copy the buffers, so that a pass in training mode leaves running statistics unchanged."""
+    return {name: v.clone() for name, v in inner.named_buffers()}
+
+
+@contextmanager
+def _preserved(inner: nn.Module, training: bool) -> Iterator[None]:
+    """Set a mode without gradients inside the context; restore modes, attributes and random state afterwards."""
+    attributes = [(module, dict(vars(module))) for module in inner.modules()]
     try:
         inner.train(training)
-        with seeded(0):
-            outputs = functional_call(inner, state, args, kwargs)
+        with seeded(0), torch.no_grad():
+            yield
     finally:
-        handle.remove()
-        for module, mode in modes:
-            module.training = mode
-    return [*gated_inputs, *(v for v in tree_leaves(outputs) if isinstance(v, Tensor))]
+        for module, values in attributes:
+            vars(module).clear()
+            vars(module).update(values)

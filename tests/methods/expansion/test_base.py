@@ -151,17 +151,17 @@ def test_a_norm_of_another_width_is_refused():
     net = nn.Sequential(
         nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.Conv2d(6, 2, 3)
     )
-    assert links(net, {"0": ["1", "2"]})[0].norms == ("1",)
+    assert links(net, groups={"0": ["1", "2"]})[0].norms == ("1",)
     with pytest.raises(ValueError, match="'3' is for 6 units, '0' has 4"):
-        links(net, {"0": ["3", "2"]})
+        links(net, groups={"0": ["3", "2"]})
 
 
 def test_widen_needs_a_link():
     net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
-    with pytest.raises(TypeError, match=r"takes a link, as everlearn\.surgery\.tracing\.links\(model\) finds it"):
+    with pytest.raises(TypeError, match=r"takes a link, as everlearn\.surgery\.tracing\.links\(model, x\) finds it"):
         widen(net, "0", 5)
     with pytest.raises(TypeError, match=r"got .* and 2\.5"):
-        widen(net, links(net)[0], 2.5)
+        widen(net, links(net, torch.zeros(2, 4))[0], 2.5)
 
 
 MAKERS = {
@@ -357,7 +357,7 @@ def test_a_frozen_convolution_of_a_residual_network(make, small_stream):
     stream = small_stream()
     model = nets.resnet(stream.inputs, stream.outputs, width=4, blocks=(1, 1))
     method = make()
-    model.get_submodule(links(model)[0].consumer).requires_grad_(False)
+    model.get_submodule(links(model, X)[0].consumer).requires_grad_(False)
     learn(model, method, stream.tasks[:2], epochs=1)
     torch.testing.assert_close(method.export(model, 1)(X), method.predict(model, X, 1), rtol=1e-4, atol=1e-5)
 

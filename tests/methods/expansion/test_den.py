@@ -83,7 +83,7 @@ def test_reachable_units_match_a_graph_search():
                 weight = model.get_submodule(layer).weight
                 inputs = {(producer, j // repeat) for j in range(weight.shape[1]) if weight[unit, j] != 0}
                 frontier |= inputs - visited
-        reachable = reachable_units(model, links(model), {"7": torch.arange(3) == row})
+        reachable = reachable_units(model, links(model, torch.rand(2, 1, 4, 4)), {"7": torch.arange(3) == row})
         for name, selected in reachable.items():
             assert {u for n, u in visited if n == name} == set(selected.nonzero().flatten().tolist())
         assert not all(selected.all() for selected in reachable.values()), "the net is sparse enough"

@@ -75,8 +75,9 @@ def test_an_export_is_a_plain_wider_module(net, check_export, small_stream):
     stream = small_stream()
     model, method = learn(stream, net=SMALL_NETS[net], epochs=1)
     check_export(model, method, stream, tolerance=1e-5)
-    widths = {link.producer: link.width for link in links(method.export(model, 2))}
-    for link in links(model):
+    x = next(stream[0].examples(9, "test")).x
+    widths = {link.producer: link.width for link in links(method.export(model, 2), x)}
+    for link in links(model, x):
         num_added = sum(block[link.producer]["weight"].shape[0] for block in method.blocks)
         assert widths[link.producer] == link.width + num_added
 
@@ -85,7 +86,7 @@ def test_the_weights_of_an_export_are_block_triangular(small_stream):
     stream = small_stream()
     model, method = learn(stream, net=make_tanh_net)
     plain_model = method.export(model, 2)
-    first, second = links(model)
+    first, second = links(model, next(stream[0].examples(9, "test")).x)
     assert method.growth() == {
         0: {},
         1: {first.producer: 8, second.producer: 8},
@@ -240,7 +241,7 @@ def test_removing_units_without_outgoing_weights_keeps_the_outputs(small_stream)
     train_steps(model, method, optimizer, stream[1].batches(16, iterations=3))
 
     # Unit 1 of the second layer leads into nothing, and unit 2 of the first layer into that unit alone.
-    first, second = (link.producer for link in links(model))
+    first, second = (fields["producer"] for fields in method.link_fields)
     with torch.no_grad():
         method.current_head["weight"][:, 1] = 0
         method.current_block[second]["inner"][0, 2] = 0

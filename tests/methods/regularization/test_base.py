@@ -727,7 +727,7 @@ def test_a_layer_of_another_width_is_refused(kind, inputs, hidden):
 def test_a_layer_that_the_library_has_widened_goes_on_being_held(method):
     model, method = body_and_head(), copy.deepcopy(method)
     train(model, method, Task(data(), id=0), epochs=2, batch_size=8)
-    resize.widen(model, tracing.links(model)[0], 5)
+    resize.widen(model, tracing.links(model, data()[0])[0], 5)
     assert method.penalty(model) == 0
     learn_in("own loop", model, method, Task(data(), id=1))  # where the new inputs do not stay zero
     assert model[2].weight[:, 6:].all() and method.quadratic.anchor["2.weight"].shape == (3, 11)
@@ -739,7 +739,7 @@ def test_a_layer_that_the_library_has_widened_goes_on_being_held(method):
 def test_what_was_widened_is_known_to_a_state_that_is_loaded_while_it_learns():
     model, method = body_and_head(), EWC()
     train(model, method, data(), epochs=2, batch_size=8)
-    resize.widen(model, tracing.links(model)[0], 5)
+    resize.widen(model, tracing.links(model, data()[0])[0], 5)
     method.penalty(model)
     shift(model)
     again = EWC()

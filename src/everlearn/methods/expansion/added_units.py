@@ -16,7 +16,7 @@ from everlearn.runtime.randomness import generator
 from everlearn.surgery.heads import output_layer
 from everlearn.surgery.hooks import Hook, make_hook, remove_hooks
 from everlearn.surgery.resize import draw_weights, unit_columns
-from everlearn.surgery.tracing import Link, links
+from everlearn.surgery.tracing import Link
 
 Block = dict[str, Params]  # tensors of added units by layer name; AddedUnits describes them
 AFFINE = ("weight", "bias")
@@ -61,7 +61,7 @@ class AddedUnits:
     Args:
         model: hooks are registered on its layers.
         owner: name of the method, whose earlier hooks are removed.
-        groups: see ``everlearn.surgery.tracing.links``.
+        widened_links: the links whose producers get units.
         output: name of the output layer; by default the last ``nn.Linear``.
         old_units_read_added: whether old units of chained layers also receive from added units, through an ``out``.
     """
@@ -70,7 +70,7 @@ class AddedUnits:
         self,
         model: nn.Module,
         owner: str,
-        groups: Mapping[str, Any] | None,
+        widened_links: list[Link],
         output: str | None,
         old_units_read_added: bool = False,
     ) -> None:
@@ -79,14 +79,7 @@ class AddedUnits:
         self.head = output_layer(self.model, output)[0]
         self.owner = owner
         remove_hooks(self.model, owner)
-        self.links = [link for link in links(self.model, groups) if link.producer != self.head and not link.rigid]
-        if not self.links:
-            raise ValueError(
-                f"There is no layer to widen in {type(self.model).__name__}: growing needs two linear or convolution "
-                "layers with nothing between them that mixes units or fixes their number (for x.view(-1, 64) write "
-                'x.flatten(1)). Name them, groups={"conv1": "conv2"}, and with BatchNorms between them '
-                '{"conv1": ["norm1", "conv2"]}.'
-            )
+        self.links = widened_links
         self.links_by_consumer = {link.consumer: link for link in self.links}
         self.links_by_producer = {link.producer: link for link in self.links}
         self.layer_names = list({**self.links_by_consumer, **self.links_by_producer})

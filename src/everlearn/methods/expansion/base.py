@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -20,10 +20,11 @@ from everlearn.methods.isolation.base import Isolation, copy_task_params, select
 from everlearn.runtime import distributed
 from everlearn.surgery.freezing import FrozenEntries, seen_by_compiler
 from everlearn.surgery.functional import call_with, filled_copy
+from everlearn.surgery.heads import output_layer
 from everlearn.surgery.hooks import remove_hooks, temporarily_unhooked, without_hooks
 from everlearn.surgery.proximal import group_norms, group_soft_threshold_
 from everlearn.surgery.resize import unit_columns
-from everlearn.surgery.tracing import Link
+from everlearn.surgery.tracing import Link, Structure, find_structure, links, read_example
 
 INITIAL_NORM = 3**-0.5  # root mean square of ‖v‖₂ for n weights drawn from U(-1/√n, 1/√n)
 
@@ -35,7 +36,7 @@ class Expansion(Isolation):
     The model's tensors keep their shapes, so that its checkpoints fit. Added units are state of the method.
 
     Args:
-        groups: which layer's units lead into which layer, instead of tracing; see ``everlearn.surgery.tracing.links``.
+        groups: which layer's units lead into which layer, instead of those found; see ``everlearn.surgery.tracing.links``.
         output: name of the output layer, of which each task has its own; by default the last ``nn.Linear``.
     """
 
@@ -51,6 +52,8 @@ class Expansion(Isolation):
         self.current_block: Block = {}  # units of the current task; inactive ones are zero
         self.active_units: dict[str, int] = {}  # how many units of the current block take part, by layer
         self.current_head: Params = {}  # weight of the current output layer for added units
+        self.link_fields: list[dict[str, Any]] = []  # links of the first task, which later tasks use, too
+        self.unlinked: list[tuple[str, str]] = []  # layers that get no units, each with the reason
         self.seed = 0
         self.steps = 0  # of the current task
         self.loss_sum = 0.0  # of training losses since the last comparison with the threshold
@@ -154,12 +157,49 @@ class Expansion(Isolation):
 
     # Attaching the units to a model.
 
+    def _find_links(self, model: nn.Module, task: Any) -> None:
+        """Find the layers that can be widened, by running the model on examples of the first task."""
+        if self.link_fields:
+            return
+        inner = unwrap(model)
+        structure = self._find_structure(inner, task)
+
+        head = output_layer(inner, self.output)[0]
+        widened_links = [link for link in structure.links if link.producer != head and not link.rigid]
+        self.unlinked = [(name, reason) for name, reason in structure.unlinked if name != head]
+        for link in structure.links:
+            if link.rigid:
+                self.unlinked.append((link.producer, "the model's code fixes the number of its units"))
+
+        if not widened_links:
+            reasons = "".join(f" {name!r}: {reason}." for name, reason in self.unlinked[:3])
+            raise ValueError(
+                f"There is no layer to widen in {type(inner).__name__}: growing needs two linear or convolution "
+                "layers with nothing between them that mixes units or fixes their number (for x.view(-1, 64) write "
+                'x.flatten(1)). Name them, groups={"conv1": "conv2"}, and with BatchNorms between them '
+                f'{{"conv1": ["norm1", "conv2"]}}.{reasons}'
+            )
+        self.link_fields = [asdict(link) for link in widened_links]
+
+    def _find_structure(self, inner: nn.Module, task: Any) -> Structure:
+        """Find the structure by running the model on examples, unless the user named the links."""
+        if self.groups is not None:
+            return Structure(links(inner, groups=self.groups), [])
+        x = read_example(inner, task)
+        if x is None:
+            raise ValueError(
+                f"{type(self).__name__} finds the layers to widen by running the model on examples, and this task has "
+                "none: give it training or validation data (an iterator only inside a Task), or name the layers, "
+                'groups={"conv1": "conv2"}.'
+            )
+        return find_structure(inner, x)
+
     def _attach_units(self, model: nn.Module) -> AddedUnits:
         """Register the hooks on a model in place of other methods' hooks, and compute all current units."""
         if self._added_units is None or not self._added_units.is_attached_to(unwrap(model)):
-            self._added_units = AddedUnits(
-                model, type(self).__name__, self.groups, self.output, self.old_units_read_added
-            )
+            widened_links = [Link(**fields) for fields in self.link_fields]
+            name = type(self).__name__
+            self._added_units = AddedUnits(model, name, widened_links, self.output, self.old_units_read_added)
             seen_by_compiler(model)
         self._added_units.view = self._added_units.move_view(self._task_view())
         return self._added_units

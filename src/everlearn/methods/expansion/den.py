@@ -109,6 +109,7 @@ class DEN(PartialTraining):
                 "retraining a share of the steps."
             )
         self._added_units = None  # layers may have been replaced since the last task
+        self._find_links(model, task)
         added_units = self._attach_units(model)
         if self.l1 or self.lasso:
             check_precision("DEN", map(added_units.layer_weight, added_units.links_by_producer), "l1=0, lasso=0")

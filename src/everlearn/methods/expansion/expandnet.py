@@ -34,7 +34,7 @@ class ExpandNet(Expansion):
         f(x, k):     the units that existed at the end of task k
         L = L_task, minimized over the task's output layer and the new units
 
-    The outputs of an earlier task never change, bit for bit. Tracing finds the layers that can grow: linear or
+    The outputs of an earlier task never change, bit for bit. Forward passes show which layers can grow: linear or
     convolution layers with nothing between them and the next one that mixes units. New units that lead into another
     layer (a residual stream) contribute there in their own and later tasks. A custom loop calls ``loss``,
     ``before_step`` and ``after_step``; set ``task.steps``, or call ``look_now(model)``.
@@ -82,6 +82,7 @@ class ExpandNet(Expansion):
         """Lock the learned weights, and create inactive units for the task."""
         self.check_between_tasks(model, task)
         self._added_units = None  # layers may have been replaced since
+        self._find_links(model, task)
         added_units = self._attach_units(model)
         if self.sparsity:
             check_precision("ExpandNet", map(added_units.layer_weight, added_units.links_by_producer), "sparsity=0")

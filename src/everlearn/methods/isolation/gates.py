@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -11,19 +12,28 @@ from torch import Tensor, nn
 
 from everlearn.core.batch import Batch
 from everlearn.core.data_source import Batches
+from everlearn.core.forward import arguments
 from everlearn.core.parameters import Params, unwrap
 from everlearn.core.task import Task
 from everlearn.methods.isolation.base import Isolation, shorten_names
 from everlearn.runtime import distributed
 from everlearn.surgery.freezing import is_compiled, remove_entry_hooks, seen_by_compiler
-from everlearn.surgery.tracing import Link, keeps_units_separate, links, repeat_per_input
+from everlearn.surgery.tracing import (
+    Link,
+    find_structure,
+    keeps_units_separate,
+    links,
+    read_example,
+    repeat_per_input,
+)
 
 
 class GatedUnits(Isolation):
     """Isolation by gates on units.
 
     A link, from a layer that produces units to the only layer that reads them, gets a gate before its consumer. Links
-    are tested on examples of the first task, or on the first batch in training if the data are ready-made batches.
+    are found by running the model on examples of the first task. Links named by the user are tested on the same
+    examples, or on the first batch in training.
     """
 
     groups: dict[str, Any] | None  # a field of the method: links named by the user
@@ -34,6 +44,8 @@ class GatedUnits(Isolation):
         self.masks: list[Params] = []  # gates of the tasks that have ended
         self.batch = 0  # b, counted from 0
         self.batches: int | None = None  # B
+        self.link_fields: list[dict[str, Any]] = []  # links of the first task, which later tasks use, too
+        self.unlinked: list[tuple[str, str]] = []  # layers whose units have no gates, each with the reason
         self._links: list[Link] = []
         self._links_untested = False
         self._gates_moved: bool = False  # whether an optimizer step has moved the gates in this task
@@ -74,7 +86,7 @@ class GatedUnits(Isolation):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the state of a method of the same class; the next ``begin_task`` or ``predict`` registers the gates."""
         super().load_state_dict(state)
-        self._links = []
+        self._links = [Link(**fields) for fields in self.link_fields]
         self._links_untested = False
 
     def detach(self, model: nn.Module) -> None:
@@ -122,11 +134,12 @@ class GatedUnits(Isolation):
 
     # Links and gates.
 
-    def _attach_gates(self, model: nn.Module, data: Task | None = None) -> None:
+    def _attach_gates(self, model: nn.Module, task: Any = None) -> None:
         """Register each gate before the layer that reads its units."""
         inner = unwrap(model)
         if not self._links:
-            self._links = self._find_links(inner, data)
+            remove_entry_hooks(inner, Gate)
+            self._use_links(inner, self._find_links(inner, task))
 
         has_test = any(isinstance(hook, LinkTest) for hook in inner._forward_pre_hooks.values())
         if self._links_untested and not has_test:
@@ -145,26 +158,40 @@ class GatedUnits(Isolation):
     def _has_gate(self, layer: nn.Module) -> bool:
         return any(isinstance(hook, Gate) and hook.method is self for hook in layer._forward_pre_hooks.values())
 
-    def _find_links(self, inner: nn.Module, data: Task | None) -> list[Link]:
-        """Find the links, and test them on four examples if the data can be read twice."""
-        remove_entry_hooks(inner, Gate)
-        all_links = links(inner, self.groups)
+    def _find_links(self, inner: nn.Module, task: Any) -> list[Link]:
+        """Find links by running the model on examples, or test those that the user named."""
+        x = read_example(inner, task)
+        if self.groups is None:
+            if x is None:
+                raise ValueError(
+                    "HAT finds the units to gate by running the model on examples, and this task has none: give it "
+                    "training or validation data (an iterator only inside a Task), or name the layers, "
+                    'groups={"conv1": "conv2"}.'
+                )
+            structure = find_structure(inner, x)
+            self.unlinked = structure.unlinked
+            return structure.links
 
-        # Later tasks, and loaded states, use the links of the first task.
-        gated_layers = self.masks[0] if self.masks else self.embedding
-        if gated_layers:
-            return [link for link in all_links if link.producer in gated_layers]
-
-        self._links_untested = True
-        if data is not None and data.train is not None and not isinstance(data.train, Batches):
-            x = next(data.examples(4)).to(next(inner.parameters()).device).x
-            outcome = _test_links(inner, all_links, (x,), {})
-            # A model that does not accept four examples is tested on the first batch.
+        named_links = links(inner, groups=self.groups)
+        if x is not None:
+            outcome = _test_links(inner, named_links, *arguments(inner, x))
             if not isinstance(outcome, Exception):
-                self._links_untested = False
-                all_links = self._select_valid(all_links, outcome)
-        _require_links(inner, all_links)
-        return all_links
+                return self._select_valid(named_links, outcome)
+
+        # Without examples that the model accepts, the first batch in training is the test.
+        self._links_untested = True
+        return named_links
+
+    def _use_links(self, inner: nn.Module, valid_links: list[Link]) -> None:
+        """Gate these links; raise if there are none."""
+        if not valid_links:
+            reasons = "".join(f" {name!r}: {reason}." for name, reason in self.unlinked[:3])
+            raise ValueError(
+                f"HAT finds no units to gate in {type(inner).__name__}: it needs two linear or convolution layers with "
+                f'nothing between them that mixes units; name them, groups={{"conv1": "conv2"}}.{reasons}'
+            )
+        self._links = valid_links
+        self.link_fields = [asdict(link) for link in valid_links]
 
     def test_links(self, inner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Test the links on the inputs of a forward pass, and remove the gates of units that are mixed."""
@@ -179,8 +206,7 @@ class GatedUnits(Isolation):
                 stacklevel=2,
             )
         else:
-            self._links = self._select_valid(self._links, outcome)
-            _require_links(inner, self._links)
+            self._use_links(inner, self._select_valid(self._links, outcome))
             # Embeddings of removed gates must not count in the penalty.
             producers = {link.producer for link in self._links}
             self.embedding = {n: e for n, e in self.embedding.items() if n in producers}
@@ -297,15 +323,6 @@ def _test_links(
         return [keeps_units_separate(inner, link, *args, kwargs=kwargs) for link in tested_links]
     except (RuntimeError, ValueError, TypeError) as error:
         return error
-
-
-def _require_links(inner: nn.Module, valid_links: list[Link]) -> None:
-    """Raise if there is no link."""
-    if not valid_links:
-        raise ValueError(
-            f"HAT finds no units to gate in {type(inner).__name__}: it needs two linear or convolution layers with "
-            'nothing between them that mixes units; name them, groups={"conv1": "conv2"}.'
-        )
 
 
 def _first_with_gradient(parameters: Iterable[Tensor]) -> Tensor | None:

@@ -33,8 +33,8 @@ class HAT(GatedUnits):
         L = L_task + strength · Σᵢ aᵢ (1 - uᵢ) / Σᵢ (1 - uᵢ)
         u = max over earlier tasks of their gates        a weight between two used units is locked
 
-    Tracing finds the units: between two linear or convolution layers with nothing between them that mixes units.
-    Anything else (residual streams, attention, stems) has no gate, so it counts as used and is locked after the first
+    Forward passes on a few examples show where units are: between two linear or convolution layers with nothing
+    between them that mixes units. Anything else (residual streams, attention, stems) has no gate, so it counts as used and is locked after the first
     task. At the end of a task gates become 0 or 1 (e > 0), which makes zero forgetting exact. Each task has an output
     layer of its own.
 
@@ -45,7 +45,7 @@ class HAT(GatedUnits):
         soft: keep the gates σ(s_max · e) instead of rounding them, as the paper's code does. Outputs of earlier tasks
             then drift, the more the smaller smax is.
         rest: biases, norms and embeddings: each task's "own", or "frozen" if they belong to used units.
-        groups: links between layers, instead of tracing; see ``everlearn.surgery.tracing.links``.
+        groups: links between layers, instead of those found; see ``everlearn.surgery.tracing.links``.
         output: name of the output layer; by default the last ``nn.Linear``.
     """
 
@@ -86,7 +86,7 @@ class HAT(GatedUnits):
             if planned_batches is None:
                 raise ValueError('HAT(anneal="task") needs the planned steps of the task: set task.steps.')
         self._select_task_params(model)  # raises now if ``output`` names no layer, not after training
-        self._attach_gates(model, data)
+        self._attach_gates(model, task)
         self.check_between_tasks(model, task)
 
         if self.open_task(task):
