@@ -329,9 +329,12 @@ class PerExample:
 
         # Without the shared parameters: the examples may not be on the first axis where these are added.
         if unverified:
-            plan = plan.without_shared()
+            plan_without = plan.without_shared()
             rows = choose_verification_examples(num_examples, different)
-            unverified = self._find_unverified(select_examples(x, rows), record.outputs, plan)
+            unverified_without = self._find_unverified(select_examples(x, rows), record.outputs, plan_without)
+            if len(plan_without.fallback | unverified_without) <= len(plan.fallback | unverified):
+                plan = plan_without
+                unverified = unverified_without
         return plan._replace(fallback=plan.fallback | unverified)
 
     def _record(self, x: Any) -> Record:
