@@ -7,6 +7,7 @@ vectors s whose Σ s sᵀ is F_out, or has it as its expectation, or replaces it
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import islice
 from typing import Literal
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from everlearn.core.batch import Batch
+from everlearn.runtime import distributed
 
 Labels = Literal["auto", "exact", "signs", "sample", "predicted", "true"]
 
@@ -107,12 +109,14 @@ def _exact(batch: Batch, outputs: Tensor, random: torch.Generator) -> Iterable[T
 
 def _signs(batch: Batch, outputs: Tensor, random: torch.Generator) -> Iterable[Tensor]:
     """Draw a random combination of the columns of a factor of F_out."""
-    return [batch.likelihood.signs(outputs, random, batch.allowed_rows)]
+    draw = partial(batch.likelihood.signs, generator=random)
+    return [_draw_for_process(draw, batch, outputs)]
 
 
 def _sample(batch: Batch, outputs: Tensor, random: torch.Generator) -> Iterable[Tensor]:
     """Compute the residual of labels drawn from the model."""
-    y = batch.likelihood.sample(outputs, random, batch.allowed_rows)
+    draw = partial(batch.likelihood.sample, generator=random)
+    y = _draw_for_process(draw, batch, outputs)
     return [batch.likelihood.residual(outputs, y, batch.allowed_rows)]
 
 
@@ -125,6 +129,26 @@ def _predicted(batch: Batch, outputs: Tensor, random: torch.Generator) -> Iterab
 def _true(batch: Batch, outputs: Tensor, random: torch.Generator) -> Iterable[Tensor]:
     """Compute the residual of the labels in the data."""
     return [batch.likelihood.residual(outputs, batch.labels(), batch.allowed_rows)]
+
+
+def _draw_for_process(draw: Callable[..., Tensor], batch: Batch, outputs: Tensor) -> Tensor:
+    """Draw for the examples of all processes and select those of this one, so that their number does not matter.
+
+    Process r of n has the examples r, r + n, r + 2n, … of the data, and all processes have the same generator.
+
+    Args:
+        draw: from outputs and allowed classes.
+        batch: the examples of this process.
+        outputs: of the model for them.
+    """
+    num_processes = distributed.world_size()
+    if num_processes == 1:
+        return draw(outputs, allowed=batch.allowed_rows)
+    allowed = batch.allowed_rows
+    if allowed is not None:
+        allowed = allowed.repeat_interleave(num_processes, 0)
+    draws = draw(outputs.repeat_interleave(num_processes, 0), allowed=allowed)
+    return draws[distributed.rank() :: num_processes]
 
 
 COTANGENTS: dict[str, Callable[[Batch, Tensor, torch.Generator], Iterable[Tensor]]] = {

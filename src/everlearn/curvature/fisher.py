@@ -126,7 +126,7 @@ class FisherEstimator:
         statistic = make_statistic(engine.parameters)
         self._num_passes = 0
 
-        random = generator(seed, "fisher", distributed.rank())
+        random = generator(seed, "fisher")
         device = next(iter(engine.parameters.values())).device
         num_examples = 0
         num_labels = 0
