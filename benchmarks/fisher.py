@@ -1,8 +1,13 @@
 """Measure time and memory of the Fisher information and of MAS, relative to one forward and backward pass.
 
     python benchmarks/fisher.py [mlp cnn resnet transformer] [--rounds 5]
+    python benchmarks/fisher.py bert [--outputs 10 30 150] [--rounds 5]
 
-Candidates are Everlearn, a loop over single examples, ``torch.func.vmap(grad)`` and, if installed, BackPACK and
+The second command measures the cost of a consolidation: an epoch of training (forward, backward and AdamW step, batches
+of 32), ``labels="signs"`` and ``labels="exact"`` of a Hugging Face BERT with four layers, side by side, in process
+time. Exact is measured once on 32 examples and scaled up.
+
+Candidates of the first are Everlearn, a loop over single examples, ``torch.func.vmap(grad)`` and, if installed, BackPACK and
 nngeometry. These two require torchvision, whose wheel does not import with a CPU build of torch. Install them in a
 separate environment:
 
@@ -20,6 +25,7 @@ import argparse
 import copy
 import ctypes
 import gc
+import statistics
 import time
 import warnings
 from functools import partial
@@ -29,7 +35,8 @@ import torch.nn.functional as F
 from torch.func import functional_call, grad, vmap
 
 from everlearn import nets
-from everlearn.curvature import fisher, sensitivity
+from everlearn.core.batch import Batch
+from everlearn.curvature import count_backward_passes, estimate_epochs, fisher, sensitivity
 from everlearn.trainer.cost import peak_memory, reset_peak_memory
 
 CPU = torch.device("cpu")
@@ -226,13 +233,83 @@ def format_error(key, values):
     return f"{max(relative_errors):.0e}"
 
 
+def make_bert(num_outputs, hidden):
+    """Build a BERT with four layers for classification, with random weights."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=4000, hidden_size=hidden, num_hidden_layers=4, num_attention_heads=hidden // 32,
+        intermediate_size=4 * hidden, max_position_embeddings=128, num_labels=num_outputs,
+    )  # fmt: skip
+    return BertForSequenceClassification(config)
+
+
+def train_epoch(model, optimizer, x, y):
+    """Train for an epoch in batches of 32."""
+    model.train()
+    for inputs, labels in zip(x.split(32), y.split(32), strict=True):
+        optimizer.zero_grad()
+        F.cross_entropy(model(input_ids=inputs).logits, labels).backward()
+        optimizer.step()
+
+
+def process_seconds(function):
+    """Return the process time of a call."""
+    start = time.process_time()
+    function()
+    return time.process_time() - start
+
+
+def measure_consolidation(num_outputs, rounds, hidden, tokens, examples):
+    """Print the costs of one number of outputs, in turns in one process."""
+    model = make_bert(num_outputs, hidden)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    x = torch.randint(1, 4000, (examples, tokens))
+    y = torch.randint(num_outputs, (examples,))
+    few = 32
+    calls = {
+        "epoch": lambda: train_epoch(model, optimizer, x, y),
+        "signs": lambda: fisher(model, ({"input_ids": x}, y), "signs"),
+    }
+    seconds = {name: [] for name in calls}
+    for turn in range(rounds + 1):
+        for name, call in calls.items():
+            elapsed = process_seconds(call)
+            if turn:  # the first turn warms up
+                seconds[name].append(elapsed)
+
+    # The probe is the same for any number of examples, and little of so many backward passes.
+    exact = process_seconds(lambda: fisher(model, ({"input_ids": x[:few]}, y[:few]), "exact")) * examples / few
+    epoch = statistics.median(seconds["epoch"])
+    signs = statistics.median(seconds["signs"])
+    batch = Batch({"input_ids": x[:2]})
+    outputs = torch.zeros(2, num_outputs)
+    estimates = [estimate_epochs(count_backward_passes(labels, batch, outputs)) for labels in ("signs", "exact")]
+    print(
+        f"{num_outputs:>8} {epoch:>9.2f} s {signs / epoch:>7.2f} {estimates[0]:>9.1f} {exact / epoch:>9.1f} "
+        f"{estimates[1]:>9.1f}",
+        flush=True,
+    )
+
+
 def main():
     """Measure the selected models."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("models", nargs="*", default=list(MODELS))
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--outputs", type=int, nargs="*", default=[10, 30, 150])
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--examples", type=int, default=512)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    if arguments.models == ["bert"]:
+        print(f"BERT, {arguments.hidden} hidden, {arguments.tokens} tokens, {arguments.examples} examples, in epochs")
+        print(f"{'outputs':>8} {'epoch':>11} {'signs':>7} {'estimate':>9} {'exact':>9} {'estimate':>9}")
+        for num_outputs in arguments.outputs:
+            measure_consolidation(num_outputs, arguments.rounds, arguments.hidden, arguments.tokens, arguments.examples)
+        return
     warnings.simplefilter("ignore")  # of the other libraries
     for name in arguments.models:
         measure(name, arguments.rounds)

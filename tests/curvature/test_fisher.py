@@ -366,7 +366,10 @@ def test_from_adam_returns_second_moments():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"labels": "exactly"}, "labels: got 'exactly', allowed: 'exact', 'signs', 'sample', 'predicted', 'true'"),
+        (
+            {"labels": "exactly"},
+            "labels: got 'exactly', allowed: 'auto', 'exact', 'signs', 'sample', 'predicted', 'true'",
+        ),
         ({"structure": "block"}, "structure: got 'block', allowed: 'diagonal', 'kronecker', 'full'"),
         ({"samples": 0}, "at least 1"),
         ({"data": torch.zeros(0, D)}, "no examples"),

@@ -520,3 +520,35 @@ def test_repeated_rows(repeats, double):
     x = torch.randn(6, 4)
     x[:, 0] = torch.as_tensor(repeats)
     check_against_the_loop(Repeated(), [x])
+
+
+def test_gradients_that_cancel_do_not_need_the_fallback():
+    """A bias of the keys does not change the attention: in float32 its gradient is nothing but rounding errors."""
+    model, x = make("bert")
+    model.float()
+    engine = PerExample(model)
+    with preserve_model(engine.model):
+        engine.update(x, lambda out: [torch.ones_like(out)], Elementwise(engine.parameters))
+    assert engine.plan.fallback == set()
+
+
+def test_a_small_gradient_is_verified_all_the_same():
+    """Beside large gradients, one without a rule is no rounding error."""
+
+    class Small(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+            self.small = nn.Parameter(torch.ones(3))
+
+        def forward(self, x):
+            return self.layer(x) + 1e-12 * torch.stack([row * self.small for row in self.layer(x)])
+
+    torch.manual_seed(0)
+    model, x = Small(), torch.randn(6, 4)
+    engine = PerExample(model)
+    squares = Elementwise(engine.parameters)
+    with preserve_model(engine.model):
+        engine.update(x, lambda out: [torch.ones_like(out)], squares)
+    expected = (1e-12 * model.layer(x)).square().sum(0).detach()
+    torch.testing.assert_close(squares.sums["small"], expected, rtol=1e-4, atol=0)

@@ -180,7 +180,7 @@ def test_memory_capacity_is_divided_among_processes(run_two_processes, data):
 
 
 @pytest.mark.parametrize("structure", ["diagonal", "kronecker", "full"])
-@pytest.mark.parametrize("labels", ["exact", "true"])
+@pytest.mark.parametrize("labels", ["exact", "true", "auto", "sample"])
 def test_the_fisher_information_uses_the_examples_of_all_processes(structure, labels, run_two_processes, data):
     torch.manual_seed(0)
     model = nets.mlp((1, 8, 8), 10, hidden=(5,))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from everlearn.core.forward import check_next_tokens
 from everlearn.core.likelihood import Categorical, Likelihood
 from everlearn.core.parameters import Params, trainable_parameters
 from everlearn.core.task import as_task
+from everlearn.curvature.cotangents import Labels, count_backward_passes, iterate_cotangents
 from everlearn.curvature.diagonal import Diagonal
 from everlearn.curvature.finite import check_finite
 from everlearn.curvature.full import Full
@@ -23,14 +24,16 @@ from everlearn.curvature.kronecker import Kronecker, Pair
 from everlearn.curvature.per_example.engine import PerExample
 from everlearn.curvature.per_example.preserve_model import preserve_model
 from everlearn.curvature.per_example.statistics import Elementwise, KroneckerFactors, OuterProducts, Statistic
+from everlearn.curvature.progress import PassProgress
 from everlearn.curvature.quadratic import Form
 from everlearn.runtime import distributed
 from everlearn.runtime.randomness import generator
 
+__all__ = ["FisherEstimator", "Labels", "Structure", "fisher", "from_adam"]
+
 # The full form of so many parameters has 3.6 GB in float32.
 MAX_FULL_PARAMETERS = 30_000
 
-Labels = Literal["exact", "signs", "sample", "predicted", "true"]
 Structure = Literal["diagonal", "kronecker", "full"]
 
 
@@ -61,13 +64,15 @@ def fisher(
         model: any module; F is over its trainable parameters.
         data: a task, or anything a task can be made of; the allowed classes of a task are respected.
         labels: how the expectation over labels is computed. "exact" sums over all, in C - 1 backward passes for C
-            classes. "signs" takes one backward pass of a random combination with the same expectation, unbiased and far
-            less noisy than "sample", which draws one label from the model. "predicted" takes the most likely label and
-            "true" the label in the data (the *empirical* Fisher): neither is the Fisher information, and both vanish as
-            a model becomes confident.
+            classes, and is the default because it is deterministic. "signs" takes one backward pass of a random
+            combination with the same expectation, unbiased and far less noisy than "sample", which draws one label from
+            the model. "auto" is "exact" where that takes one backward pass, as for two classes, and otherwise "signs".
+            "predicted" takes the most likely label and "true" the label in the data (the *empirical* Fisher): neither
+            is the Fisher information, and both vanish as a model becomes confident.
         structure: "diagonal", "kronecker" (per layer) or "full".
         likelihood: of the outputs; by default the task's.
-        samples: draws to average for "signs" and "sample".
+        samples: draws to average for "signs" and "sample". One is enough for most data: each draw adds the variance of
+            one example, so that the error decreases with the number of examples.
         chunk: examples per pass; memory grows with it. By default chosen for the model.
         seed: of the draws.
         examples: number of examples to use, drawn at random; by default all.
@@ -97,21 +102,18 @@ class FisherEstimator:
     ) -> None:
         if structure not in STRUCTURES:
             raise ValueError(f"structure: got {structure!r}, allowed: {', '.join(map(repr, STRUCTURES))}.")
-        if labels not in COTANGENTS:
-            raise ValueError(f"labels: got {labels!r}, allowed: {', '.join(map(repr, COTANGENTS))}.")
+        if labels not in get_args(Labels):
+            raise ValueError(f"labels: got {labels!r}, allowed: {', '.join(map(repr, get_args(Labels)))}.")
         if samples < 1 or (chunk is not None and chunk < 1):
             raise ValueError(f"samples and chunk must be at least 1, got {samples} and {chunk}.")
         self.labels = labels
         self.structure = structure
         self.likelihood = likelihood
+        self.samples = samples
         self.chunk = chunk
         self.engine = PerExample(model)
         self._outputs_checked = False
-
-        # The other kinds of labels are deterministic, so one sample is enough.
-        self.samples = 1
-        if labels in ("signs", "sample"):
-            self.samples = samples
+        self._num_passes = 0  # expected for a chunk
 
     def __call__(self, data: Any, seed: int = 0, examples: int | None = None) -> Form:
         """Compute the Fisher information on data."""
@@ -122,16 +124,18 @@ class FisherEstimator:
         engine = self.engine
         make_statistic, make_form = STRUCTURES[self.structure]
         statistic = make_statistic(engine.parameters)
+        self._num_passes = 0
 
-        random = generator(seed + distributed.rank(), "fisher")
+        random = generator(seed, "fisher")
         device = next(iter(engine.parameters.values())).device
         num_examples = 0
         num_labels = 0
-        with preserve_model(engine.model):
+        with preserve_model(engine.model), PassProgress(task, "Fisher information", examples) as progress:
             chunk_size = self.chunk or engine.choose_chunk_size(task)
-            for batch in task.examples(chunk_size, max_examples=examples, shared=True):
-                batch = self._select_labeled(batch)
+            for chunk in task.examples(chunk_size, max_examples=examples, shared=True):
+                batch = self._select_labeled(chunk)
                 if not len(batch):
+                    progress.finish_batch(len(chunk))
                     continue
                 if device.type != "cpu":
                     batch = batch.to(device)
@@ -139,9 +143,11 @@ class FisherEstimator:
                     check_next_tokens(engine.model, batch.x, batch.y)
 
                 label_counts: list[int] = []
-                engine.update(batch.x, partial(self._iterate_cotangents, batch, random, label_counts), statistic)
+                cotangents = partial(self._iterate_cotangents, batch, random, progress, label_counts)
+                engine.update(batch.x, cotangents, statistic)
                 num_examples += len(batch)
                 num_labels += label_counts[-1]
+                progress.finish_batch(len(chunk))
 
         counts_per_process = distributed.all_gather_object(num_examples)
         if min(counts_per_process) == 0 and max(counts_per_process):
@@ -151,7 +157,7 @@ class FisherEstimator:
             raise ValueError(
                 f"{task} has no examples to take the Fisher information on, or all its labels are ignored."
             )
-        form = make_form(statistic, int(distributed.sum_across(num_labels)) * self.samples)
+        form = make_form(statistic, int(distributed.sum_across(num_labels)))
         check_finite(form, engine.model, task)
         return form
 
@@ -182,7 +188,7 @@ class FisherEstimator:
         return batch[labeled_rows]
 
     def _iterate_cotangents(
-        self, batch: Batch, random: torch.Generator, label_counts: list[int], outputs: Tensor
+        self, batch: Batch, random: torch.Generator, progress: PassProgress, label_counts: list[int], outputs: Tensor
     ) -> Iterator[Tensor]:
         """Yield the columns of a factor of the outputs' Fisher information; append the number of labels to a list."""
         likelihood = batch.likelihood
@@ -199,11 +205,13 @@ class FisherEstimator:
 
         # Tokens with an ignored label have no gradient.
         counted = likelihood.counted(batch.y)
-        for _ in range(self.samples):
-            for cotangent in COTANGENTS[self.labels](likelihood, outputs, batch, random):
-                if counted is not None:
-                    cotangent = cotangent * counted
-                yield cotangent
+        if not self._num_passes:
+            self._num_passes = count_backward_passes(self.labels, batch, outputs, self.samples)
+        cotangents = iterate_cotangents(self.labels, batch, outputs, random, self.samples)
+        for cotangent in progress.track(cotangents, len(batch), self._num_passes):
+            if counted is not None:
+                cotangent = cotangent * counted
+            yield cotangent
 
 
 def from_adam(model: nn.Module, optimizer: Optimizer) -> Diagonal:
@@ -291,17 +299,4 @@ STRUCTURES: dict[str, tuple[Callable[[Params], Statistic], Callable[[Any, int], 
     "diagonal": (Elementwise, _make_diagonal),
     "kronecker": (KroneckerFactors, _make_kronecker),
     "full": (OuterProducts, _make_full),
-}
-
-# The vectors s whose s·output is differentiated, for each kind of labels.
-COTANGENTS: dict[str, Callable[[Likelihood, Tensor, Batch, torch.Generator], Any]] = {
-    "exact": lambda p, out, batch, random: p.factor(out, batch.allowed_rows),
-    "signs": lambda p, out, batch, random: [p.signs(out, random, batch.allowed_rows)],
-    "sample": lambda p, out, batch, random: [
-        p.residual(out, p.sample(out, random, batch.allowed_rows), batch.allowed_rows)
-    ],
-    "predicted": lambda p, out, batch, random: [
-        p.residual(out, p.predicted(out, batch.allowed_rows), batch.allowed_rows)
-    ],
-    "true": lambda p, out, batch, random: [p.residual(out, batch.labels(), batch.allowed_rows)],
 }

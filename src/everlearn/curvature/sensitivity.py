@@ -18,6 +18,7 @@ from everlearn.curvature.finite import check_finite
 from everlearn.curvature.per_example.engine import PerExample
 from everlearn.curvature.per_example.preserve_model import preserve_model
 from everlearn.curvature.per_example.statistics import Elementwise
+from everlearn.curvature.progress import PassProgress
 from everlearn.runtime import distributed
 
 log = logging.getLogger("everlearn")
@@ -59,7 +60,7 @@ def sensitivity(model: nn.Module, data: Any, norm: Norm = "squared", chunk: int 
     without_layer: set[str] = set()
     device = next(iter(engine.parameters.values())).device
     num_examples = 0
-    with preserve_model(engine.model):
+    with preserve_model(engine.model), PassProgress(task, "Sensitivity") as progress:
         for batch in task.examples(chunk or engine.choose_chunk_size(task), shared=True):
             if device.type != "cpu":
                 batch = batch.to(device)
@@ -75,8 +76,9 @@ def sensitivity(model: nn.Module, data: Any, norm: Norm = "squared", chunk: int 
             elif norm == "squared":
                 engine.update(batch.x, partial(_squared_cotangents, batch, checker), magnitudes)
             else:
-                engine.update(batch.x, partial(_vector_cotangents, batch, checker), magnitudes)
+                engine.update(batch.x, partial(_vector_cotangents, batch, checker, progress), magnitudes)
             num_examples += len(batch)
+            progress.finish_batch(len(batch))
 
     magnitudes.all_reduce_()
     num_examples = int(distributed.sum_across(num_examples))
@@ -97,10 +99,32 @@ def _squared_cotangents(batch: Batch, checker: Likelihood | None, outputs: Tenso
     yield 2 * outputs * _output_mask(batch, outputs)
 
 
-def _vector_cotangents(batch: Batch, checker: Likelihood | None, outputs: Tensor) -> Iterator[Tensor]:
+def _vector_cotangents(
+    batch: Batch, checker: Likelihood | None, progress: PassProgress, outputs: Tensor
+) -> Iterator[Tensor]:
     """Yield the unit vector of every allowed output."""
     if checker is not None:
         checker.check_outputs(outputs)
+    num_passes = count_sensitivity_passes("vector", batch, outputs)
+    yield from progress.track(_iterate_unit_vectors(batch, outputs), len(batch), num_passes)
+
+
+def count_sensitivity_passes(norm: Norm, batch: Batch, outputs: Tensor) -> int:
+    """Count the backward passes over the data that ``sensitivity`` takes.
+
+    Args:
+        norm: which form.
+        batch: some examples, with allowed classes.
+        outputs: of the model for them.
+    """
+    if norm != "vector":
+        return 1
+    mask = _output_mask(batch, outputs).expand_as(outputs)
+    return int(mask.any(0).sum())
+
+
+def _iterate_unit_vectors(batch: Batch, outputs: Tensor) -> Iterator[Tensor]:
+    """Yield a cotangent for every output that is allowed for any example."""
     mask = _output_mask(batch, outputs).expand_as(outputs)
     for c in range(outputs[0].numel()):
         s = torch.zeros_like(outputs).flatten(1)

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from everlearn.core.data_source import Batches
 from everlearn.core.forward import forward
-from everlearn.core.parameters import is_sharded, refuse_meta, trainable_parameters, unwrap
+from everlearn.core.parameters import Params, is_sharded, refuse_meta, trainable_parameters, unwrap
 from everlearn.core.task import Task
 from everlearn.curvature.per_example.fallback import (
     add_single_gradient,
@@ -46,10 +46,11 @@ from everlearn.curvature.per_example.layout_probe import (
     is_nearly_equal,
     make_plan,
     refuse_mixing,
+    rounding_tolerance,
 )
 from everlearn.curvature.per_example.operations import Broadcast, Expansion, Operation, repeat_per_example
 from everlearn.curvature.per_example.recorded_pass import Plan, PlannedOperation, RecordedPass
-from everlearn.curvature.per_example.statistics import Elementwise, Statistic
+from everlearn.curvature.per_example.statistics import Elementwise, Statistic, TermMagnitudes
 
 log = logging.getLogger("everlearn")
 Cotangents = Callable[[Tensor], Iterable[Tensor]]
@@ -328,9 +329,12 @@ class PerExample:
 
         # Without the shared parameters: the examples may not be on the first axis where these are added.
         if unverified:
-            plan = plan.without_shared()
+            plan_without = plan.without_shared()
             rows = choose_verification_examples(num_examples, different)
-            unverified = self._find_unverified(select_examples(x, rows), record.outputs, plan)
+            unverified_without = self._find_unverified(select_examples(x, rows), record.outputs, plan_without)
+            if len(plan_without.fallback | unverified_without) <= len(plan.fallback | unverified):
+                plan = plan_without
+                unverified = unverified_without
         return plan._replace(fallback=plan.fallback | unverified)
 
     def _record(self, x: Any) -> Record:
@@ -392,10 +396,35 @@ class PerExample:
             if not is_close(recorded_squares.sums[name], expected, self.parameters[name].dtype):
                 unverified.add(name)
 
-            # A use that was not intercepted, even if its gradient is zero for these examples.
-            if name in used and name not in plan.use_counts:
-                unverified.add(name)
-        return unverified
+        # Terms that cancel leave nothing but rounding errors, such as those of the bias of the keys in attention.
+        if unverified:
+            squares = recorded_squares.sums, ordinary_squares.sums
+            unverified -= self._find_cancelled(unverified, x, s, plan, squares)
+
+        # A use that was not intercepted, even if its gradient is zero for these examples.
+        return unverified | (used - plan.use_counts.keys())
+
+    def _find_cancelled(
+        self, names: set[str], x: Any, s: Tensor, plan: Plan, squares: tuple[Params, Params]
+    ) -> set[str]:
+        """Return the parameters whose gradients are zero up to the rounding of the terms they are a sum of.
+
+        Args:
+            names: to examine.
+            x: the examples.
+            s: the cotangents.
+            plan: to follow.
+            squares: of the gradients, computed in two ways.
+        """
+        bounds = TermMagnitudes({name: self.parameters[name] for name in names})
+        self._record_pass(x, bounds, plan).backward([s], is_last=True)
+        bounds.end_chunk()
+        cancelled = set[str]()
+        for name, bound in bounds.sums.items():
+            tolerance = rounding_tolerance(self.parameters[name].dtype)
+            if all(bool((sums[name] <= tolerance**2 * bound).all()) for sums in squares):
+                cancelled.add(name)
+        return cancelled
 
     def _record_pass(self, x: Any, statistic: Statistic, plan: Plan, detach_inputs: bool = False) -> RecordedPass:
         """Run a forward pass whose backward passes feed the statistic.

@@ -193,7 +193,12 @@ def is_close(a: Tensor, b: Tensor, dtype: torch.dtype | None = None) -> bool:
 
 def is_nearly_equal(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors are equal up to the order of additions, as for the same calls on the same data."""
-    return _is_within(a, b, min(1e-2, _rounding(a.dtype, 100)))
+    return _is_within(a, b, rounding_tolerance(a.dtype))
+
+
+def rounding_tolerance(dtype: torch.dtype) -> float:
+    """Return the relative difference that another order of additions may make."""
+    return min(1e-2, _rounding(dtype, 100))
 
 
 def _rounding(dtype: torch.dtype, factor: float) -> float:

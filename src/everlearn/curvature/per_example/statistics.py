@@ -138,6 +138,18 @@ class Elementwise:
         distributed.all_reduce_(self.sums.values())
 
 
+class TermMagnitudes(Elementwise):
+    """Sum over examples of (Σ over positions of |term|)², where a gradient is the sum of the terms.
+
+    A multiple of the rounding unit times its root bounds the error of a gradient. Only the given parameters count.
+    """
+
+    def add_uses(self, name: str, uses: list[Use]) -> None:
+        """Add the uses of a parameter, with absolute values in place of input and output gradient."""
+        if name in self.sums:
+            super().add_uses(name, [use._replace(tensors=tuple(t.abs() for t in use.tensors)) for use in uses])
+
+
 class OuterProducts:
     """Sum over examples of the full outer product g gᵀ, for small models.
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 
+from everlearn.core.batch import Batch
 from everlearn.core.hyperparameters import NonNegative, Range, Search
 from everlearn.core.parameters import Params
 from everlearn.core.traits import Traits
+from everlearn.curvature.cotangents import Labels, count_backward_passes, estimate_epochs
 from everlearn.curvature.diagonal import Diagonal
-from everlearn.curvature.fisher import Labels, Structure, fisher
+from everlearn.curvature.fisher import Structure, fisher
 from everlearn.curvature.kronecker import Kronecker
 from everlearn.curvature.quadratic import Form, Quadratic, total
 from everlearn.methods.regularization.base import WEAK_WITH_NEW_CLASSES, QuadraticPenalty
@@ -39,8 +41,9 @@ class EWC(QuadraticPenalty):
         strength: λ, one for all tasks or a tuple with one for each. Bayes' rule gives 1 for mean losses over equally
             many examples. Benchmarks often need far more: tune it.
         mode: an anchor per task, or the latest alone.
-        labels: of the Fisher information, see ``curvature.fisher``; with many classes "signs" is nearly as good and
-            needs one backward pass.
+        labels: of the Fisher information, see ``curvature.fisher``. "auto" costs about one training epoch for any number
+            of outputs: it is exact for two classes, and an unbiased random estimate for more. "exact" takes a backward
+            pass for every further class.
         structure: of the Fisher information; "full" is for models of a few thousand parameters.
         decay: γ.
         average: average F̃ over tasks, weighted with γ, instead of summing it (Maltoni & Lomonaco, 2019); online only.
@@ -64,7 +67,7 @@ class EWC(QuadraticPenalty):
 
     strength: Annotated[NonNegative | tuple[float, ...], Search(1, 1e10, late=True)] = 100.0
     mode: Literal["separate", "online"] = "separate"
-    labels: Labels = "exact"
+    labels: Labels = "auto"
     structure: Structure = "diagonal"
     decay: Annotated[float, Range(0, 1), Search(0.5, 1, log=False, late=True)] = 1.0
     average: bool = False
@@ -114,6 +117,15 @@ class EWC(QuadraticPenalty):
         """Compute the Fisher information at the current parameters and consolidate."""
         information = fisher(model, task, self.labels, self.structure, seed=self.tasks, examples=self.examples)
         self.consolidate(model, information)
+
+    def estimate_consolidation(self, batch: Batch, outputs: Tensor) -> float:
+        """Estimate what ``end_task`` costs on all examples of a task, in epochs of training on it.
+
+        Args:
+            batch: some of its examples.
+            outputs: of the model for them.
+        """
+        return estimate_epochs(count_backward_passes(self.labels, batch, outputs))
 
     def consolidate(self, model: nn.Module, importance: Form | Params) -> None:
         """Add a penalty around the current parameters, with any importance in place of the Fisher information.

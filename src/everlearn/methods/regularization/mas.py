@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from everlearn.core.batch import Batch
 from everlearn.core.hyperparameters import NonNegative, Range, Search
 from everlearn.core.parameters import Params
 from everlearn.core.traits import Traits
+from everlearn.curvature.cotangents import estimate_epochs
 from everlearn.curvature.quadratic import Form
-from everlearn.curvature.sensitivity import Norm, sensitivity
+from everlearn.curvature.sensitivity import Norm, count_sensitivity_passes, sensitivity
 from everlearn.methods.regularization.base import WEAK_WITH_NEW_CLASSES, QuadraticPenalty
 
 
@@ -53,6 +55,15 @@ class MAS(QuadraticPenalty):
     def end_task(self, model: nn.Module, task: Any) -> None:
         """Compute the sensitivity on the task's inputs, or on any other data, and consolidate."""
         self.consolidate(model, sensitivity(model, task, self.norm))
+
+    def estimate_consolidation(self, batch: Batch, outputs: Tensor) -> float:
+        """Estimate what ``end_task`` costs, in epochs of training on the task.
+
+        Args:
+            batch: some of its examples.
+            outputs: of the model for them.
+        """
+        return estimate_epochs(count_sensitivity_passes(self.norm, batch, outputs))
 
     def consolidate(self, model: nn.Module, importance: Form | Params) -> None:
         """Update Ω with any importance, a tensor per parameter name, and set θ* to the current parameters."""
