@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from everlearn.core.method import Method, count_parameters
 from everlearn.core.stream import Stream
 from everlearn.core.task import Split, Task
+from everlearn.curvature.progress import show_progress
 from everlearn.results.result import Result
 from everlearn.runtime import distributed
 from everlearn.runtime.randomness import (
@@ -140,7 +141,7 @@ class StreamTraining:
         """Consolidate the trained task and, unless the next one continues it, test on all tasks."""
         task = self.stream[self.at]
         later_tasks = self.stream.tasks[self.at + 1 :]
-        with self._clock("consolidate"):
+        with self._clock("consolidate"), show_progress(self.training.progress):
             self.method.end_task(self.model, task)
 
         is_continued = bool(later_tasks) and task.id is not None and later_tasks[0].id == task.id

@@ -19,6 +19,7 @@ from everlearn.core.check import warn_of_problems
 from everlearn.core.method import Method
 from everlearn.core.parameters import evaluating, is_sharded
 from everlearn.core.task import Task, as_task
+from everlearn.curvature.progress import show_progress
 from everlearn.runtime import distributed
 from everlearn.runtime.fingerprint import fingerprint
 from everlearn.runtime.randomness import restore_random_states, unpack_random_states
@@ -101,7 +102,7 @@ def train(
     for _ in task_training.steps():
         pass
 
-    with task_training.clock("consolidate"):
+    with task_training.clock("consolidate"), show_progress(progress):
         method.end_task(model, task_training.task)
 
     seconds = dict(task_training.clock.seconds)

@@ -92,6 +92,11 @@ class Expansion(Isolation):
                 layer_units[name] = layer_units.get(name, 0) + len(tensors["weight"])
         return units_by_task
 
+    def describe(self, model: nn.Module, batch: Batch | None = None) -> dict[str, str]:
+        """Return which layers can get units, and why others cannot."""
+        producers = [fields["producer"] for fields in self.link_fields]
+        return self.describe_units("added units", producers, self.unlinked)
+
     def diagnostics(self) -> dict[str, float]:
         """Return the number of units added so far."""
         if not self.task_params:

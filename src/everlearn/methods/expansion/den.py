@@ -170,13 +170,13 @@ class DEN(PartialTraining):
                 penalty = penalty + self.l2 * w_s.square().sum()
         return penalty
 
-    def observe(self, batch: Batch, out: Tensor) -> None:
+    def observe(self, batch: Batch, outputs: Tensor) -> None:
         """Record the training loss in the second half of retraining."""
         self._loop_guard.num_losses += 1
         if self.phase != "retrain" or self.has_grown:
             return
         if not self._phase_ends or self.steps >= (self._phase_ends["fit"] + self._phase_ends["retrain"]) // 2:
-            self._record_loss(batch, out)
+            self._record_loss(batch, outputs)
 
     @torch.no_grad()
     def after_step(self, model: nn.Module) -> None:

@@ -108,7 +108,7 @@ class ExpandNet(Expansion):
         shared = {name: p for name, p in all_parameters(model).items() if name not in task_params}
         return {name: torch.ones_like(p, dtype=torch.bool) for name, p in shared.items()}
 
-    def observe(self, batch: Batch, out: Tensor) -> None:
+    def observe(self, batch: Batch, outputs: Tensor) -> None:
         """Record the training loss in the second half of the steps before a look."""
         self._loop_guard.num_losses += 1
         if not self.current_block:
@@ -119,7 +119,7 @@ class ExpandNet(Expansion):
         if interval is not None:
             is_needed = self.steps < interval * self.rounds and self.steps % interval >= interval // 2
         if is_needed:
-            self._record_loss(batch, out)
+            self._record_loss(batch, outputs)
 
     def before_step(self, model: nn.Module) -> None:
         """Zero the gradients of locked entries."""

@@ -133,7 +133,7 @@ class FeatureBank(nn.Module):
         inner.get_submodule(self.output).register_forward_hook(add_hook, with_kwargs=True)
         inner.register_forward_hook(clear_hook)
 
-    def add_frozen_outputs(self, newest_features: Tensor, out: Tensor) -> Tensor:
+    def add_frozen_outputs(self, newest_features: Tensor, outputs: Tensor) -> Tensor:
         """Add Σ_{j<T} W_j φ_j(x) to the output layer's W_T φ_T(x) + b."""
         if self._frozen_features is None:
             raise RuntimeError(
@@ -148,8 +148,8 @@ class FeatureBank(nn.Module):
         frozen_sum = sum(block_outputs[1:], block_outputs[0])
 
         # The output layer may have grown since the blocks were created.
-        new_outputs = out.shape[-1] - frozen_sum.shape[-1]
-        return out + F.pad(frozen_sum, (0, new_outputs))
+        new_outputs = outputs.shape[-1] - frozen_sum.shape[-1]
+        return outputs + F.pad(frozen_sum, (0, new_outputs))
 
     def pop_newest_features(self, num_rows: int) -> Tensor | None:
         """Return φ_T(x) of the last training pass, or of the last two if it has fewer rows, and clear it."""
@@ -203,10 +203,10 @@ def _compute_frozen_features(bank: FeatureBank, net: nn.Module, args: Any, kwarg
     bank._frozen_features = bank.frozen_features(*args, **kwargs)
 
 
-def _add_frozen_outputs(bank: FeatureBank, layer: nn.Module, args: Any, kwargs: Any, out: Tensor) -> Tensor:
+def _add_frozen_outputs(bank: FeatureBank, layer: nn.Module, args: Any, kwargs: Any, outputs: Tensor) -> Tensor:
     newest_features = args[0] if args else kwargs["input"]
-    return bank.add_frozen_outputs(newest_features, out)
+    return bank.add_frozen_outputs(newest_features, outputs)
 
 
-def _clear_frozen_features(bank: FeatureBank, net: nn.Module, args: Any, out: Any) -> None:
+def _clear_frozen_features(bank: FeatureBank, net: nn.Module, args: Any, outputs: Any) -> None:
     bank._frozen_features = None

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from everlearn.core.check import list_names
 from everlearn.core.data_source import row_count, unlisted
 from everlearn.core.forward import forward
 from everlearn.core.likelihood import Categorical
@@ -110,6 +111,16 @@ class Isolation(Method):
         self.checksums = [*self.checksums[: count - 1], checksums]
         self.is_open = False
         self._loaded = False
+
+    def describe_units(self, topic: str, linked: list[str], unlinked: list[tuple[str, str]]) -> dict[str, str]:
+        """Describe, for ``check``, which layers' units the method can use, and why not the others'."""
+        if not linked:
+            return {}
+        facts = {topic: f"units of {list_names(linked)}"}
+        if unlinked:
+            reasons = [f"{name} ({reason})" for name, reason in unlinked]
+            facts[f"no {topic}"] = list_names(reasons)
+        return facts
 
     def extra_parameters(self, model: nn.Module) -> int:
         """Count the method's parameters and those that each earlier task has for itself."""

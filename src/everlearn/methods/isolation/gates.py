@@ -76,6 +76,11 @@ class GatedUnits(Isolation):
         """Return the share of units in use in each gated layer."""
         return {name: float((u > 0.5).float().mean()) for name, u in cumulative_gates(self.masks).items()}
 
+    def describe(self, model: nn.Module, batch: Batch | None = None) -> dict[str, str]:
+        """Return which units have gates, and why others have none."""
+        producers = [fields["producer"] for fields in self.link_fields]
+        return self.describe_units("gates", producers, self.unlinked)
+
     def diagnostics(self) -> dict[str, float]:
         """Return the share of gated units in use in the network."""
         if not self.masks:
@@ -96,7 +101,7 @@ class GatedUnits(Isolation):
 
     # Batches of an epoch.
 
-    def observe(self, batch: Batch, out: Tensor) -> None:
+    def observe(self, batch: Batch, outputs: Tensor) -> None:
         """Count the examples of the first step, from which the number of batches in an epoch follows."""
         if self.batches is None:
             self._first_step_examples += len(batch)

@@ -16,6 +16,7 @@ from everlearn.core.parameters import (
     Params,
     all_parameters,
     check_finite,
+    evaluating,
     is_sharded,
     matching,
     refuse_meta,
@@ -100,6 +101,12 @@ class QuadraticPenalty(Method):
         if self.frozen:
             facts["without importance"] = f"{list_names(list(self.frozen))}: frozen when the last task ended"
 
+        if batch is not None:
+            with torch.no_grad(), evaluating(model):
+                num_epochs = self.estimate_consolidation(batch, batch.forward(model))
+            if num_epochs:
+                facts["consolidation"] = f"about {num_epochs:.1f} epochs of training at the end of the task"
+
         is_protected = any(n in self.quadratic.anchor for n in trainable)
         if not selected or (self.quadratic.anchor and not is_protected):
             raise ValueError(
@@ -107,6 +114,15 @@ class QuadraticPenalty(Method):
                 f"only={self.only!r}, or was trained in an earlier task."
             )
         return facts
+
+    def estimate_consolidation(self, batch: Batch, outputs: Tensor) -> float:
+        """Estimate what ``end_task`` costs, in epochs of training on the task; 0 if it needs no pass over the data.
+
+        Args:
+            batch: some examples of the task.
+            outputs: the model's outputs for them.
+        """
+        return 0.0
 
     def diagnostics(self) -> dict[str, float]:
         """Return quantiles of the importances times their strength, of about a million of them at most."""
