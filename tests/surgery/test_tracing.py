@@ -8,13 +8,15 @@ from everlearn.surgery.tracing import Link, keeps_units_separate, links
 
 
 class Net(nn.Module):
-    """Functional calls, and lengths asked of tensors."""
+    """Functional calls, and sizes read from tensors."""
 
     def __init__(self):
         super().__init__()
-        self.conv1, self.conv2 = nn.Conv2d(1, 4, 3), nn.Conv2d(4, 6, 3)
+        self.conv1 = nn.Conv2d(1, 4, 3)
+        self.conv2 = nn.Conv2d(4, 6, 3)
         self.norm = nn.BatchNorm2d(4)
-        self.fc1, self.fc2 = nn.Linear(6 * 4, 10), nn.Linear(10, 2)
+        self.fc1 = nn.Linear(6 * 4, 10)
+        self.fc2 = nn.Linear(10, 2)
 
     def forward(self, x):
         x = F.max_pool2d(torch.relu(self.norm(self.conv1(x))), 2)
@@ -26,13 +28,16 @@ class Net(nn.Module):
 class Residual(nn.Module):
     def __init__(self):
         super().__init__()
-        self.a, self.b, self.c, self.out = (nn.Linear(4, 4) for _ in range(4))
+        self.a = nn.Linear(4, 4)
+        self.b = nn.Linear(4, 4)
+        self.c = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 4)
         self.norm = nn.LayerNorm(4)
 
     def forward(self, x):
         x = self.a(x)
         x = x + self.c(torch.relu(self.b(x)))
-        return self.out(self.norm(x))
+        return self.head(self.norm(x))
 
 
 def test_a_net_with_functional_calls():
@@ -43,11 +48,11 @@ def test_a_net_with_functional_calls():
     ]
 
 
-def test_a_residual_stream_has_no_link_but_what_branches_off_it_has():
+def test_only_layers_inside_a_residual_branch_are_linked():
     assert links(Residual()) == [Link("b", "c", (), 4)]
 
 
-def test_our_nets():
+def test_nets_of_everlearn():
     assert [(k.producer, k.consumer) for k in links(nets.mlp(4, 2, hidden=(5, 6)))] == [("1", "3"), ("3", "5")]
     assert links(nets.cnn((1, 8, 8), 2, channels=(3, 5))) == [
         Link("0.0", "1.0", ("0.1",), 3),
@@ -67,11 +72,13 @@ def test_our_nets():
     [nn.LayerNorm(6), nn.Softmax(-1), nn.MaxPool1d(2), nn.GroupNorm(2, 6), nn.PReLU(6), nn.Bilinear(6, 6, 6)],
     ids=lambda m: type(m).__name__,
 )
-def test_what_mixes_units_ends_a_link(between):
+def test_operations_that_mix_units_end_a_link(between):
     class Small(nn.Module):
         def __init__(self):
             super().__init__()
-            self.a, self.between, self.b = nn.Linear(4, 6), between, nn.Linear(6, 2)
+            self.a = nn.Linear(4, 6)
+            self.between = between
+            self.b = nn.Linear(6, 2)
 
         def forward(self, x):
             h = self.a(x)
@@ -87,7 +94,7 @@ def test_layers_called_twice_shared_or_grouped_have_no_link():
     assert links(grouped) == []
 
 
-def test_a_model_that_cannot_be_traced_is_told_to_name_groups():
+def test_a_model_that_cannot_be_traced_needs_named_groups():
     class Branching(Residual):
         def forward(self, x):
             return self.c(self.b(x)) if x.sum() > 0 else x
@@ -109,34 +116,37 @@ def test_wrapped_models_have_the_same_links():
 
 
 class Between(nn.Module):
-    """Two layers, and something between them that tracing may take for harmless."""
+    """Two layers with an operation between them that tracing may accept wrongly."""
 
     def __init__(self, a, b, between):
         super().__init__()
-        self.a, self.b, self.between = a, b, between
+        self.a = a
+        self.b = b
+        self.between = between
 
     def forward(self, x):
         return self.b(self.between(self.a(x))).flatten(1)
 
 
-class Mixed(nn.TransformerEncoderLayer):
+class SoftmaxEncoderLayer(nn.TransformerEncoderLayer):
     def _ff_block(self, x):
         return self.linear2(torch.softmax(self.linear1(x), -1))
 
 
-class ByMode(nn.Module):
+class SoftmaxInEvaluation(nn.Module):
     def __init__(self):
         super().__init__()
-        self.a, self.b = nn.Linear(4, 6), nn.Linear(6, 6)
+        self.a = nn.Linear(4, 6)
+        self.b = nn.Linear(6, 6)
 
     def forward(self, x):
         h = self.a(x)
         return self.b(h if self.training else h.softmax(-1))
 
 
-def with_hook():
+def net_with_softmax_hook():
     net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
-    net[0].register_forward_hook(lambda module, args, out: out.softmax(-1))
+    net[0].register_forward_hook(lambda module, args, outputs: outputs.softmax(-1))
     return net
 
 
@@ -145,21 +155,22 @@ def with_hook():
     [
         (Between(nn.Conv1d(2, 4, 1), nn.Conv1d(4, 2, 1), nn.MaxPool2d((3, 1), 1, (1, 0))), torch.randn(4, 2, 5)),
         (Between(nn.Linear(4, 6), nn.Linear(6, 2), nn.BatchNorm1d(6)), torch.randn(4, 6, 4)),
-        (Mixed(4, 2, 6, batch_first=True), torch.randn(4, 5, 4)),
-        (ByMode(), torch.randn(4, 4)),
-        (with_hook(), torch.randn(4, 4)),
+        (SoftmaxEncoderLayer(4, 2, 6, batch_first=True), torch.randn(4, 5, 4)),
+        (SoftmaxInEvaluation(), torch.randn(4, 4)),
+        (net_with_softmax_hook(), torch.randn(4, 4)),
     ],
-    ids=["pooled", "norm of places", "subclass", "mode", "hook"],
+    ids=["pooled", "norm over positions", "subclass", "mode", "hook"],
 )
-def test_what_tracing_cannot_see_a_trial_does(net, x):
-    state, modes = {n: v.clone() for n, v in net.state_dict().items()}, [m.training for m in net.modules()]
-    found = [Link("linear1", "linear2", (), 6)] if isinstance(net, Mixed) else links(net)
-    assert found and not all(keeps_units_separate(net, link, x) for link in found)
-    assert all(torch.equal(v, net.state_dict()[n]) for n, v in state.items())
-    assert modes == [m.training for m in net.modules()]
+def test_mixing_that_tracing_misses_is_detected_numerically(net, x):
+    initial_state = {n: v.clone() for n, v in net.state_dict().items()}
+    initial_modes = [m.training for m in net.modules()]
+    traced_links = [Link("linear1", "linear2", (), 6)] if isinstance(net, SoftmaxEncoderLayer) else links(net)
+    assert traced_links and not all(keeps_units_separate(net, link, x) for link in traced_links)
+    assert all(torch.equal(v, net.state_dict()[n]) for n, v in initial_state.items())
+    assert initial_modes == [m.training for m in net.modules()]
 
 
-def test_a_trial_passes_what_is_right():
+def test_the_numerical_check_accepts_correct_links():
     for net, x in (
         (Net(), torch.randn(4, 1, 10, 10)),
         (nets.resnet((1, 8, 8), 2, width=4, blocks=(1, 1)), torch.randn(4, 1, 8, 8)),
@@ -169,7 +180,7 @@ def test_a_trial_passes_what_is_right():
         assert links(net) and all(keeps_units_separate(net, link, x) for link in links(net))
 
 
-def test_computed_and_tied_weights_have_no_links():
+def test_parametrized_and_tied_weights_have_no_links():
     for norm in (nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm):
         assert links(nn.Sequential(norm(nn.Linear(4, 6)), nn.ReLU(), nn.Linear(6, 2))) == []
     net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
@@ -177,28 +188,28 @@ def test_computed_and_tied_weights_have_no_links():
     assert links(net) == []
 
 
-def test_tracing_leaves_nothing_on_the_model():
-    class Noted(Residual):
+def test_tracing_stores_no_attribute_on_the_model():
+    class StoredActivation(Residual):
         def forward(self, x):
             self.last = self.a(x)
-            return self.out(torch.relu(self.last))
+            return self.head(torch.relu(self.last))
 
-    net = Noted()
-    assert links(net) == [Link("a", "out", (), 4)]
+    net = StoredActivation()
+    assert links(net) == [Link("a", "head", (), 4)]
     assert not hasattr(net, "last")
 
 
-def test_lengths_that_are_written_out_make_a_link_rigid():
-    class Fixed(Net):
+def test_hard_coded_sizes_make_a_link_rigid():
+    class FixedSize(Net):
         def forward(self, x):
             x = F.max_pool2d(torch.relu(self.norm(self.conv1(x))), 2)
             return self.fc2(self.fc1(F.relu(self.conv2(x)).view(-1, 24)))
 
-    assert [link.rigid for link in links(Fixed())] == [False, True, False]
+    assert [link.rigid for link in links(FixedSize())] == [False, True, False]
     assert not any(link.rigid for link in links(Net()))
 
 
 @pytest.mark.parametrize("wrong", [[], 3, None])
-def test_groups_of_another_kind(wrong):
+def test_groups_of_the_wrong_type(wrong):
     with pytest.raises(ValueError, match="allowed: a layer's name"):
         links(Net(), {"conv1": wrong})

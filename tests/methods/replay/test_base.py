@@ -308,7 +308,10 @@ def test_ignored_labels_are_found_before_the_transfer_to_the_device():
 def test_reference_gradients_do_not_synchronize(count_synchronizations):
     model = nn.Linear(4, 3)
     gradient = []
-    assert count_synchronizations(lambda: gradient.extend(reference_gradient(model, list(model.parameters()), batch()))) == 0
+    assert (
+        count_synchronizations(lambda: gradient.extend(reference_gradient(model, list(model.parameters()), batch())))
+        == 0
+    )
     assert gradient[0].any() and reference_gradient(model, list(model.parameters()), None) is None
 
 
