@@ -119,12 +119,7 @@ class EWC(QuadraticPenalty):
         self.consolidate(model, information)
 
     def estimate_consolidation(self, batch: Batch, outputs: Tensor) -> float:
-        """Estimate what ``end_task`` costs on all examples of a task, in epochs of training on it.
-
-        Args:
-            batch: some of its examples.
-            outputs: of the model for them.
-        """
+        """Estimate what ``end_task`` costs, in epochs of training on the task."""
         return estimate_epochs(count_backward_passes(self.labels, batch, outputs))
 
     def consolidate(self, model: nn.Module, importance: Form | Params) -> None:
