@@ -37,7 +37,7 @@ def snapshot_teacher(model: nn.Module, task: Any, learned: list[int]) -> Teacher
     refuse_sharded(inner.parameters(), "A teacher")
     check_finite(dict(inner.named_parameters()))
 
-    # Tasks with a negative id came without a number and without a table: all outputs are allowed.
+    # Tasks without a number have a negative id and no table: all outputs are allowed.
     allowed = getattr(task, "allowed", None)
     rows = None
     if allowed is not None:
