@@ -180,7 +180,11 @@ def result_files(folder: str | os.PathLike[str]) -> list[Path]:
         raise FileNotFoundError(f"There is no folder {folder}: run 'everlearn run --out {folder}' first.")
     paths = sorted(path for path in Path(folder).glob("*.json") if path.is_file())
     if not paths:
-        raise FileNotFoundError(f"The folder {folder} holds no results: run 'everlearn run --out {folder}' first.")
+        subfolders = sorted({path.parent.name for path in Path(folder).glob("*/*.json")})
+        advice = f"run 'everlearn run --out {folder}' first"
+        if subfolders:
+            advice = f"its folders {', '.join(subfolders[:5])} have JSON files; name one of them"
+        raise FileNotFoundError(f"The folder {folder} holds no results: {advice}.")
     return paths
 
 
