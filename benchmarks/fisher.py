@@ -7,9 +7,9 @@ The second command measures the cost of a consolidation: an epoch of training (f
 of 32), ``labels="signs"`` and ``labels="exact"`` of a Hugging Face BERT with four layers, side by side, in process
 time. Exact is measured once on 32 examples and scaled up.
 
-Candidates of the first are Everlearn, a loop over single examples, ``torch.func.vmap(grad)`` and, if installed, BackPACK and
-nngeometry. These two require torchvision, whose wheel does not import with a CPU build of torch. Install them in a
-separate environment:
+Candidates of the first are Everlearn, a loop over single examples, ``torch.func.vmap(grad)`` and, if installed,
+BackPACK and nngeometry. These two require torchvision, whose wheel does not import with a CPU build of torch.
+Install them in a separate environment:
 
     python -m venv bench && bench/bin/pip install -c constraints.txt . packaging einops
     bench/bin/pip install --no-deps backpack-for-pytorch unfoldNd nngeometry

@@ -14,3 +14,8 @@ def train_tasks(model, method, tasks, **settings):
 def state_vector(model):
     """Concatenate all parameters and buffers as float64, which represents every float32 and small integer exactly."""
     return torch.cat([value.detach().flatten().double() for value in model.state_dict().values()])
+
+
+def parameter_vector(model):
+    """Concatenate all parameters."""
+    return torch.cat([p.detach().flatten() for p in model.parameters()])

@@ -1,4 +1,4 @@
-"""The contributor's environment: what the tests bring is pinned, and nothing that does not fit a CPU build of torch."""
+"""The environment for contributors: all test requirements are pinned and work with a CPU build of torch."""
 
 import re
 import tomllib
@@ -10,36 +10,39 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).parents[1]
 
 
-def normalized(name):
+def normalize_name(name):
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def brought(requirement):
-    """The names of all that a requirement brings, by the metadata of what is installed."""
+def required_packages(requirement):
+    """Collect the names of all direct and indirect requirements, from the metadata of installed packages."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    names, queue = set(), [Requirement(requirement)]
+    visited = set()
+    queue = [Requirement(requirement)]
     while queue:
         requirement = queue.pop()
-        name = normalized(requirement.name)
+        name = normalize_name(requirement.name)
         key = (name, frozenset(requirement.extras))
-        if key in names:
+        if key in visited:
             continue
-        names.add(key)
+        visited.add(key)
         if name == project["name"]:
-            found = [text for extra in requirement.extras for text in project["optional-dependencies"][extra]]
-            queue += [Requirement(text) for text in [*project["dependencies"], *found]]
+            extra_requirements = [
+                line for extra in requirement.extras for line in project["optional-dependencies"][extra]
+            ]
+            queue += [Requirement(line) for line in [*project["dependencies"], *extra_requirements]]
             continue
-        for text in distribution(name).requires or ():
-            inner = Requirement(text)
-            chosen = requirement.extras or {""}
-            if inner.marker is None or any(inner.marker.evaluate({"extra": extra}) for extra in chosen):
-                queue.append(inner)
-    return {name for name, _ in names} - {project["name"]}
+        for line in distribution(name).requires or ():
+            dependency = Requirement(line)
+            extras = requirement.extras or {""}
+            if dependency.marker is None or any(dependency.marker.evaluate({"extra": extra}) for extra in extras):
+                queue.append(dependency)
+    return {name for name, _ in visited} - {project["name"]}
 
 
-def test_constraints_pin_what_the_tests_bring():
+def test_constraints_pin_all_test_requirements():
     lines = (ROOT / "constraints.txt").read_text().splitlines()
-    pinned = {normalized(line.split("==")[0]) for line in lines if "==" in line}
-    found = brought("everlearn[test]")
-    assert {"torch", "transformers", "lightning"} <= found <= pinned
-    assert not {"torchvision", "curvlinops-for-pytorch"} & (found | pinned)
+    pinned = {normalize_name(line.split("==")[0]) for line in lines if "==" in line}
+    required = required_packages("everlearn[test]")
+    assert {"torch", "transformers", "lightning"} <= required <= pinned
+    assert not {"torchvision", "curvlinops-for-pytorch"} & (required | pinned)

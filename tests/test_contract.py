@@ -1,4 +1,4 @@
-"""What every method promises, checked for every row of METHODS."""
+"""The contract of every method, checked for each entry of METHODS."""
 
 import copy
 import io
@@ -10,6 +10,7 @@ import torch
 
 import everlearn
 from everlearn import AGEM, GEM, METHODS, PNN, ExpandableRepresentation, Isolation, Method, Replay, nets
+from tests.helpers import state_vector, train_tasks
 
 NAMES = list(METHODS)
 
@@ -18,18 +19,14 @@ def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-3)
 
 
-def weights(model):
-    return torch.cat([p.detach().flatten().float() for p in model.state_dict().values()])
-
-
-def own_loop(model, method, stream, epochs=2, size=16):
-    """The loop of the README, written out."""
+def train_in_readme_loop(model, method, stream, epochs=2, batch_size=16):
+    """Train in the loop of the README."""
     for task in stream:
-        task.steps = task.planned_steps(size, epochs)
+        task.steps = task.planned_steps(batch_size, epochs)
         method.begin_task(model, task)
         optimizer = sgd([p for p in [*model.parameters(), *method.parameters()] if p.requires_grad])
         model.train()
-        for batch in task.batches(size, epochs):
+        for batch in task.batches(batch_size, epochs):
             loss = method.loss(model, batch)
             optimizer.zero_grad()
             loss.backward()
@@ -39,14 +36,13 @@ def own_loop(model, method, stream, epochs=2, size=16):
         method.end_task(model, task)
 
 
-def learn(model, method, tasks):
-    for task in tasks:
-        everlearn.train(model, method, task, optimizer=sgd, epochs=2, batch_size=16)
+def train_in_trainer(model, method, tasks):
+    train_tasks(model, method, tasks, optimizer=sgd, epochs=2, batch_size=16)
 
 
 @pytest.fixture(params=["mlp", pytest.param("cnn", marks=pytest.mark.slow)])
-def fresh(request, small_net, small_stream):
-    """A plain net, and one with everything that has a mode, statistics or random numbers."""
+def make_model_and_stream(request, small_net, small_stream):
+    """Create a plain net, or one with BatchNorm and dropout, and a stream."""
 
     def make(scenario="task"):
         torch.manual_seed(1)
@@ -61,97 +57,100 @@ def fresh(request, small_net, small_stream):
 
 @pytest.mark.parametrize("scenario", ["task", pytest.param("domain", marks=pytest.mark.slow), "class"])
 @pytest.mark.parametrize("name", NAMES)
-def test_own_loop_equals_trainer_bit_for_bit(name, scenario, fresh):
-    (a, stream), (b, again) = fresh(scenario), fresh(scenario)
+def test_readme_loop_equals_trainer_bit_for_bit(name, scenario, make_model_and_stream):
+    loop_model, stream = make_model_and_stream(scenario)
+    trainer_model, same_stream = make_model_and_stream(scenario)
     torch.manual_seed(2)
-    own_loop(a, METHODS[name](), stream)
+    train_in_readme_loop(loop_model, METHODS[name](), stream)
     torch.manual_seed(2)
-    learn(b, METHODS[name](), again)
-    assert torch.equal(weights(a), weights(b))
+    train_in_trainer(trainer_model, METHODS[name](), same_stream)
+    assert torch.equal(state_vector(loop_model), state_vector(trainer_model))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_adding_fine_tuning_changes_nothing(name, fresh):
-    (a, stream), (b, again) = fresh(), fresh()
+def test_adding_fine_tuning_changes_nothing(name, make_model_and_stream):
+    plain_model, stream = make_model_and_stream()
+    chain_model, same_stream = make_model_and_stream()
     torch.manual_seed(2)
-    learn(a, METHODS[name](), stream)
+    train_in_trainer(plain_model, METHODS[name](), stream)
     torch.manual_seed(2)
-    learn(b, Method() + METHODS[name](), again)
-    assert torch.equal(weights(a), weights(b))
+    train_in_trainer(chain_model, Method() + METHODS[name](), same_stream)
+    assert torch.equal(state_vector(plain_model), state_vector(chain_model))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_resuming_equals_never_having_stopped(name, fresh):
-    model, stream = fresh()
+def test_resuming_equals_uninterrupted_training(name, make_model_and_stream):
+    model, stream = make_model_and_stream()
     method = METHODS[name]()
-    learn(model, method, stream.tasks[:2])
+    train_in_trainer(model, method, stream.tasks[:2])
     file = io.BytesIO()
     torch.save({"model": model.state_dict(), "method": method.state_dict()}, file)
     file.seek(0)
     saved = torch.load(file, weights_only=True)
-    other, _ = fresh()
-    other.load_state_dict(saved["model"])
-    resumed = METHODS[name]()
-    resumed.load_state_dict(saved["method"])
-    for m, k in ((model, method), (other, resumed)):
+    resumed_model, _ = make_model_and_stream()
+    resumed_model.load_state_dict(saved["model"])
+    resumed_method = METHODS[name]()
+    resumed_method.load_state_dict(saved["method"])
+    for continued_model, continued_method in ((model, method), (resumed_model, resumed_method)):
         torch.manual_seed(3)
-        learn(m, k, stream.tasks[2:])
-    assert torch.equal(weights(model), weights(other))
+        train_in_trainer(continued_model, continued_method, stream.tasks[2:])
+    assert torch.equal(state_vector(model), state_vector(resumed_model))
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n != "finetune"])
-def test_differs_from_fine_tuning_from_the_second_task_on(name, fresh):
-    ends = {}
+def test_every_method_differs_from_fine_tuning_from_the_second_task_on(name, make_model_and_stream):
+    final_weights = {}
     for tasks in (1, 2):
-        for kind in (Method, METHODS[name]):
-            model, stream = fresh()
+        for method_class in (Method, METHODS[name]):
+            model, stream = make_model_and_stream()
             torch.manual_seed(2)
-            learn(model, kind(), stream.tasks[:tasks])
-            ends[tasks, kind is Method] = weights(model)
-    if not issubclass(METHODS[name], (Replay, Isolation)) or METHODS[name] in (
-        AGEM,
-        GEM,
-        PNN,
-        ExpandableRepresentation,
-    ):
-        # other replay replays a task already in itself, and other isolation makes room in it
-        assert torch.equal(ends[1, True], ends[1, False]), "the first task has nothing to protect"
-    assert not torch.equal(ends[2, True], ends[2, False])
+            train_in_trainer(model, method_class(), stream.tasks[:tasks])
+            final_weights[tasks, method_class is Method] = state_vector(model)
+
+    # Other replay methods replay within the first task, and other isolation methods reserve capacity in it.
+    method_class = METHODS[name]
+    is_plain_in_first_task = method_class in (AGEM, GEM, PNN, ExpandableRepresentation)
+    if is_plain_in_first_task or not issubclass(method_class, (Replay, Isolation)):
+        assert torch.equal(final_weights[1, True], final_weights[1, False]), "the first task has nothing to protect"
+    assert not torch.equal(final_weights[2, True], final_weights[2, False])
 
 
 @pytest.mark.filterwarnings("ignore:.* has seen no example since:UserWarning")  # the task ends twice
 @pytest.mark.parametrize("name", NAMES)
-def test_end_of_task_leaves_the_model_as_it_was(name, fresh):
-    model, stream = fresh()
+def test_end_task_does_not_change_the_model(name, make_model_and_stream):
+    model, stream = make_model_and_stream()
     method = METHODS[name]()
-    learn(model, method, stream.tasks[:1])
-    before, modes = copy.deepcopy(model.state_dict()), [m.training for m in model.modules()]
+    train_in_trainer(model, method, stream.tasks[:1])
+    initial_state = copy.deepcopy(model.state_dict())
+    initial_modes = [m.training for m in model.modules()]
     method.end_task(model, stream[0])
-    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
-    assert modes == [m.training for m in model.modules()]
+    assert all(torch.equal(v, initial_state[k]) for k, v in model.state_dict().items())
+    assert initial_modes == [m.training for m in model.modules()]
 
 
 @pytest.mark.parametrize(
     ("name", "option"),
     [
         (name, {f.name: value})
-        for name, kind in METHODS.items()
-        for f in fields(kind)
-        if get_origin(hint := get_type_hints(kind)[f.name]) is Literal
+        for name, method_class in METHODS.items()
+        for f in fields(method_class)
+        if get_origin(hint := get_type_hints(method_class)[f.name]) is Literal
         for value in get_args(hint)
     ],
 )
-def test_every_value_of_every_option_runs(name, option, fresh):
-    model, stream = fresh()
-    gentle = lambda parameters: torch.optim.SGD(parameters, lr=0.005)  # a full Fisher information can be steep
+def test_every_value_of_every_option_runs(name, option, make_model_and_stream):
+    model, stream = make_model_and_stream()
+    sgd_with_small_steps = lambda parameters: torch.optim.SGD(
+        parameters, lr=0.005
+    )  # a full Fisher information can be steep
     method = METHODS[name](**option)
     for task in stream.tasks[:2]:
-        everlearn.train(model, method, task, optimizer=gentle, epochs=2, batch_size=16)
-    assert weights(model).isfinite().all()
+        everlearn.train(model, method, task, optimizer=sgd_with_small_steps, epochs=2, batch_size=16)
+    assert state_vector(model).isfinite().all()
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_one_seed_one_result(name, small_net, small_stream):
+def test_equal_seeds_give_equal_results(name, small_net, small_stream):
     runs = [
         everlearn.run(small_net, METHODS[name](), small_stream(), epochs=1, batch_size=16, seed=4) for _ in range(2)
     ]
@@ -159,30 +158,31 @@ def test_one_seed_one_result(name, small_net, small_stream):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_callers_method_and_random_state_stay(name, small_net, small_stream):
+def test_run_does_not_change_the_given_method_and_random_state(name, small_net, small_stream):
     method = METHODS[name]()
-    before = torch.get_rng_state()
+    rng_state = torch.get_rng_state()
     everlearn.run(small_net, method, small_stream(), epochs=1)
-    assert torch.equal(before, torch.get_rng_state())
+    assert torch.equal(rng_state, torch.get_rng_state())
     fresh_state = METHODS[name]().state_dict()
     assert repr(method.state_dict()) == repr(fresh_state)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_hyper_parameters_are_stored_unchanged_and_documented(name):
-    kind = METHODS[name]
-    method = kind()
-    for f in fields(kind):
-        assert getattr(method, f.name) == f.default, "a field needs a default, stored as it is"
-        docs = "\n".join(base.__doc__ for base in kind.__mro__)
+def test_hyperparameters_are_stored_unchanged_and_documented(name):
+    method_class = METHODS[name]
+    method = method_class()
+    for f in fields(method_class):
+        assert getattr(method, f.name) == f.default, "a field needs a default that is stored unchanged"
+        docs = "\n".join(base.__doc__ for base in method_class.__mro__)
         assert f"\n        {f.name}: " in docs, f"{name}.{f.name} is not documented"
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_loader_serves_as_a_task(name, small_net):
+def test_a_loader_can_be_a_task(name, small_net):
     data = torch.utils.data.TensorDataset(torch.rand(40, 5), torch.arange(40) % 2)
     loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
-    model, method = small_net(5, 2), METHODS[name]()
+    model = small_net(5, 2)
+    method = METHODS[name]()
     for _ in range(2):
         everlearn.train(model, method, loader, epochs=2)
-    assert weights(model).isfinite().all()
+    assert state_vector(model).isfinite().all()

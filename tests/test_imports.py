@@ -1,4 +1,4 @@
-"""Imports flow one way between the rooms, and importing is cheap."""
+"""Imports between rooms follow one order, and importing everlearn is cheap."""
 
 import ast
 import subprocess
@@ -45,42 +45,47 @@ def imported_rooms(path):
         for module in modules:
             parts = module.split(".")
             if parts[0] == "everlearn":
-                assert len(parts) > 1, f"{path}:{node.lineno} imports the whole package"
+                assert len(parts) > 1, f"{path}:{node.lineno} imports the entire package"
                 yield parts[1], node.lineno
 
 
-def test_imports_flow_one_way():
-    seen = set()
+def test_rooms_import_only_lower_rooms():
+    rooms = set()
     for path in ROOT.rglob("*.py"):
         room = path.relative_to(ROOT).parts[0].removesuffix(".py")
         if room in ("__init__", "__main__"):
             continue
-        seen.add(room)
-        for other, line in imported_rooms(path):
-            assert other == room or LEVEL[other] < LEVEL[room], f"{path}:{line}: {room} may not import {other}"
-    assert seen == set(LEVEL), "a new room needs its place in the order"
+        rooms.add(room)
+        for imported_room, line in imported_rooms(path):
+            assert imported_room == room or LEVEL[imported_room] < LEVEL[room], (
+                f"{path}:{line}: {room} may not import {imported_room}"
+            )
+    assert rooms == set(LEVEL), "add a new room to ROOMS"
 
 
-def test_both_import_statements_are_seen(tmp_path):
+def test_both_import_statements_are_recognized(tmp_path):
     source = tmp_path / "source.py"
     source.write_text("import everlearn.cli.app\ndef f():\n    from everlearn.trainer import run\n")
     assert [room for room, _ in imported_rooms(source)] == ["cli", "trainer"]
 
 
-def test_the_core_imports_only_its_dependencies():
+def test_importing_everlearn_loads_only_its_dependencies():
     code = (
         "import sys, torch, tqdm.auto; before = set(sys.modules); from everlearn import *; "
         "print(*sorted({m.split('.')[0] for m in set(sys.modules) - before}))"
     )
-    new = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    loaded_modules = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
     allowed = {"everlearn", "torch", "numpy", "safetensors", "tqdm", *sys.stdlib_module_names}
-    assert set(new) <= allowed
-    assert not {"cyclopts", "pydantic", "yaml", "torch._dynamo"} & set(new)
+    assert set(loaded_modules) <= allowed
+    assert not {"cyclopts", "pydantic", "yaml", "torch._dynamo"} & set(loaded_modules)
 
 
 def test_every_public_name_is_imported_on_first_use():
     code = (
-        "import sys, everlearn; assert 'torch' not in sys.modules; missing = set(everlearn.__all__) - set(dir(everlearn)); "
+        "import sys, everlearn; assert 'torch' not in sys.modules; "
+        "missing = set(everlearn.__all__) - set(dir(everlearn)); "
         "from everlearn import *; print(*missing, *set(everlearn.__all__) - set(globals()))"
     )
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

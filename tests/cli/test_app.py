@@ -16,12 +16,12 @@ from everlearn.streams import STREAMS
 FAST = ["--epochs", "1", "--hidden", "16", "--threads", "1"]
 
 
-def run(*words, out=None):
-    return start(["run", *FAST, *words, *(["--out", str(out)] if out else [])])
+def run(*arguments, out=None):
+    return start(["run", *FAST, *arguments, *(["--out", str(out)] if out else [])])
 
 
-def test_streams_scenarios_methods_and_seeds_multiply(tmp_path, capsys):
-    words = [
+def test_streams_scenarios_methods_and_seeds_form_grid(tmp_path, capsys):
+    arguments = [
         "--scenario",
         "task,class",
         "--methods",
@@ -31,27 +31,30 @@ def test_streams_scenarios_methods_and_seeds_multiply(tmp_path, capsys):
         "--set",
         "l2.strength=0.5",
     ]
-    assert run(*words, out=tmp_path) == 0
-    found = results.load(tmp_path)
-    assert len(found) == 12
-    assert {r.config["method"] for r in found} == {"finetune", "L2(strength=0.5) + Freeze", "joint"}
+    assert run(*arguments, out=tmp_path) == 0
+    loaded_results = results.load(tmp_path)
+    assert len(loaded_results) == 12
+    assert {result.config["method"] for result in loaded_results} == {"finetune", "L2(strength=0.5) + Freeze", "joint"}
     text = capsys.readouterr().out
     assert "[12/12] joint" in text and "digits, task-incremental" in text and "±" in text
 
 
 def test_finished_runs_are_skipped_unless_forced(tmp_path):
-    def times():
-        return {p.name: json.loads(p.read_text())["cost"]["seconds"]["train"] for p in results.result_files(tmp_path)}
+    def training_seconds():
+        return {
+            path.name: json.loads(path.read_text())["cost"]["seconds"]["train"]
+            for path in results.result_files(tmp_path)
+        }
 
     run(out=tmp_path)
-    first = times()
+    first_seconds = training_seconds()
     run(out=tmp_path)
-    assert times() == first
+    assert training_seconds() == first_seconds
     run("--force", out=tmp_path)
-    assert set(times()) == set(first) and times() != first
+    assert set(training_seconds()) == set(first_seconds) and training_seconds() != first_seconds
 
 
-def test_dry_run_says_and_does_nothing(tmp_path, capsys):
+def test_dry_run_only_lists_runs(tmp_path, capsys):
     assert run("--dry-run", "--methods", "l2", "--seeds", "2", out=tmp_path / "x") == 0
     assert capsys.readouterr().out.splitlines() == [
         "1. digits, class-incremental, L2, seed 0",
@@ -61,7 +64,7 @@ def test_dry_run_says_and_does_nothing(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("settings", ["l2.strength: 0.5", "l2: {strength: 0.5}"])
-def test_a_yaml_file_has_the_same_keys_and_the_command_line_wins(settings, tmp_path, capsys):
+def test_command_line_overrides_yaml_file(settings, tmp_path, capsys):
     file = tmp_path / "plan.yaml"
     file.write_text(f"methods: [l2, finetune]\nscenario: domain\nset:\n  {settings}\nseeds: 3\nbatch-size: 64\n")
     assert start(["run", str(file), "--seeds", "1", "--dry-run"]) == 0
@@ -72,7 +75,7 @@ def test_a_yaml_file_has_the_same_keys_and_the_command_line_wins(settings, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         (["run", "--methods", "fintune"], "Unknown method 'fintune'. Did you mean 'finetune'?"),
         (["run", "--stream", "digit"], "Unknown stream 'digit'. Did you mean 'digits'?"),
@@ -109,8 +112,8 @@ def test_a_yaml_file_has_the_same_keys_and_the_command_line_wins(settings, tmp_p
         (["run", "--methods", "l2+joint"], "not chained with another method"),
     ],
 )
-def test_wrong_words_are_answered_with_exit_code_2(words, message, capsys):
-    assert start(words) == 2
+def test_invalid_arguments_exit_with_code_2(arguments, message, capsys):
+    assert start(arguments) == 2
     error = capsys.readouterr().err
     assert message in error and error.startswith("everlearn: ") and "Traceback" not in error
 
@@ -139,7 +142,7 @@ def test_wrong_words_are_answered_with_exit_code_2(words, message, capsys):
         ),
     ],
 )
-def test_a_wrong_yaml_file_is_named(content, message, tmp_path, capsys):
+def test_invalid_yaml_file_is_named(content, message, tmp_path, capsys):
     file = tmp_path / "plan.yaml"
     file.write_text(content)
     assert start(["run", str(file)]) == 2
@@ -147,39 +150,39 @@ def test_a_wrong_yaml_file_is_named(content, message, tmp_path, capsys):
     assert message in error and str(file) in error
 
 
-def test_aliases_may_be_used(tmp_path, capsys):
-    (tmp_path / "plan.yaml").write_text("methods: &own [l2, ewc]\nset:\n  l2: &s {strength: 2.0}\n  ewc: *s\n")
+def test_yaml_aliases_are_allowed(tmp_path, capsys):
+    (tmp_path / "plan.yaml").write_text("methods: &names [l2, ewc]\nset:\n  l2: &s {strength: 2.0}\n  ewc: *s\n")
     assert start(["run", str(tmp_path / "plan.yaml"), "--dry-run"]) == 0
     assert "L2(strength=2.0)" in capsys.readouterr().out
 
 
-def test_a_setting_is_no_bomb_either(capsys):
+def test_alias_bomb_in_setting_is_refused(capsys):
     bomb = "[&a [1, 2], " + ", ".join(f"&{chr(98 + i)} [{', '.join([f'*{chr(97 + i)}'] * 9)}]" for i in range(20)) + "]"
     assert start(["run", "--methods", "ewc", "--set", f"ewc.strength={bomb}"]) == 2
     assert "ewc.strength: cannot read" in capsys.readouterr().err
 
 
-def test_a_missing_yaml_file(tmp_path, capsys):
+def test_missing_yaml_file(tmp_path, capsys):
     assert start(["run", str(tmp_path / "no.yaml")]) == 2
     assert "No such file" in capsys.readouterr().err
 
 
-def test_an_unwritable_folder_fails_before_training(tmp_path, capsys):
+def test_unwritable_folder_fails_before_training(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert run(out=tmp_path / "file" / "runs") == 1
     assert "Cannot write to the folder" in capsys.readouterr().err
 
 
-def test_a_run_that_fails_is_told_and_the_others_go_on(tmp_path, capsys):
+def test_failed_run_is_reported_and_others_continue(tmp_path, capsys):
     assert run("--methods", "l2,finetune", "--set", "l2.strength=1e300", out=tmp_path) == 1
     error = capsys.readouterr().err
     assert "L2(strength=1e+300), seed 0 failed: The loss is" in error
-    assert [r.config["method"] for r in results.load(tmp_path)] == ["finetune"]
+    assert [result.config["method"] for result in results.load(tmp_path)] == ["finetune"]
 
 
-def test_joint_takes_as_many_steps_in_all_as_the_others(tmp_path):
+def test_joint_training_takes_as_many_steps_as_other_methods(tmp_path):
     assert run("--methods", "finetune,joint", "--iterations", "3", out=tmp_path) == 0
-    steps = {r.config["method"]: r.config["training"]["iterations"] for r in results.load(tmp_path)}
+    steps = {result.config["method"]: result.config["training"]["iterations"] for result in results.load(tmp_path)}
     assert steps == {"finetune": 3, "joint": 3 * 5}
 
 
@@ -216,12 +219,12 @@ def test_list_and_show(capsys):
     )
 
 
-def test_layers_may_be_equally_wide(tmp_path):
+def test_layers_of_equal_width(tmp_path):
     start(["run", "--epochs", "1", "--hidden", "8,8", "--methods", "finetune", "--out", str(tmp_path)])
     assert results.load(tmp_path)[0].cost["parameters"][0] == 64 * 8 + 8 + 8 * 8 + 8 + 8 * 10 + 10
 
 
-def test_online_streams_are_seen_once(tmp_path):
+def test_online_streams_are_trained_for_one_epoch(tmp_path):
     assert (
         start(["run", "--stream", "online-digits", "--methods", "finetune", "--hidden", "16", "--out", str(tmp_path)])
         == 0
@@ -229,9 +232,9 @@ def test_online_streams_are_seen_once(tmp_path):
     assert results.load(tmp_path)[0].config["training"]["epochs"] == 1
 
 
-@pytest.mark.parametrize("words", [[], ["--help"], ["run", "--help"], ["compare", "--help"], ["--version"]])
-def test_help(words, capsys):
-    assert start(words) == 0
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["run", "--help"], ["compare", "--help"], ["--version"]])
+def test_help(arguments, capsys):
+    assert start(arguments) == 0
     assert capsys.readouterr().out.strip()
 
 
@@ -249,11 +252,11 @@ def test_compare_shows_every_scenario(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_stopping_keeps_what_is_finished(tmp_path):
-    words = ["run", *FAST, "--seeds", "500", "--out", str(tmp_path)]
-    heard = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # tests started in the background ignore it
-    command = [sys.executable, "-m", "everlearn", *words]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=heard)  # noqa: PLW1509
+def test_interrupt_keeps_finished_runs(tmp_path):
+    arguments = ["run", *FAST, "--seeds", "500", "--out", str(tmp_path)]
+    restore_default_signal = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored in background jobs
+    command = [sys.executable, "-m", "everlearn", *arguments]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=restore_default_signal)  # noqa: PLW1509
     deadline = time.time() + 60
     while len(list(tmp_path.glob("*.json"))) < 2 and time.time() < deadline:
         time.sleep(0.05)
@@ -263,14 +266,14 @@ def test_stopping_keeps_what_is_finished(tmp_path):
     assert len(results.load(tmp_path)) >= 2
 
 
-def test_a_terminal_sees_runs_tasks_and_steps(tmp_path, monkeypatch, capsys):
+def test_terminal_shows_runs_tasks_and_steps(tmp_path, monkeypatch, capsys):
     class Terminal(io.StringIO):
         def isatty(self):
             return True
 
     monkeypatch.setattr("sys.stderr", Terminal())
     assert start(["run", "--methods", "ewc,er", "--epochs", "40", "--hidden", "20", "--out", str(tmp_path)]) == 0
-    shown = sys.stderr.getvalue()
-    for word in ("runs:", "EWC:", "task 0:", "run/s", "task/s", "step/s", "epoch=", "loss=", "so far"):
-        assert word in shown, word
+    progress = sys.stderr.getvalue()
+    for expected in ("runs:", "EWC:", "task 0:", "run/s", "task/s", "step/s", "epoch=", "loss=", "so far"):
+        assert expected in progress, expected
     assert "[2/2] ER" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""A method attached to an external training loop learns what it learns in a loop of its own hooks."""
+"""A method attached to an external training loop trains as in a loop that calls its hooks."""
 
 import copy
 import pickle
@@ -35,6 +35,7 @@ from everlearn import (
     Task,
     streams,
 )
+from tests.helpers import state_vector
 
 METHODS = {
     "finetune": Method,
@@ -88,7 +89,12 @@ LOOPS = {
 def tasks(double):
     (x, y), _ = streams.digits_data()
     x = x.double()
-    return [[(x[y // 2 == k][i : i + 32], y[y // 2 == k][i : i + 32] % 2) for i in (0, 32, 64)] for k in (0, 1)]
+    batches_of_tasks = []
+    for k in (0, 1):
+        task_x = x[y // 2 == k]
+        task_y = y[y // 2 == k] % 2
+        batches_of_tasks.append([(task_x[i : i + 32], task_y[i : i + 32]) for i in (0, 32, 64)])
+    return batches_of_tasks
 
 
 def net(*extra_layers):
@@ -96,41 +102,37 @@ def net(*extra_layers):
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 20), *extra_layers, nn.ReLU(), nn.Linear(20, 2))
 
 
-def all_data(task):
+def as_task(task):
     x = torch.cat([x for x, _ in task])
     y = torch.cat([y for _, y in task])
     return Task((x, y), valid=(x, y), steps=3 * len(task))
 
 
-def weights(model):
-    return torch.cat([v.detach().flatten().double() for v in model.state_dict().values()])
-
-
 def train(
     method, model, tasks, *, attach, parts=1, divisor=None, clip_norm=None, clip_value=None, scale=None,
-    reduction="mean", autocast=None, closure=None, write_line=True,
+    reduction="mean", autocast=None, closure=None, use_attached_loss=True,
 ):  # fmt: skip
-    """Learn the tasks in a loop with these options: attached, or with the method's own hooks."""
-    for number, task in enumerate(tasks):
-        torch.manual_seed(number)
-        method.begin_task(model, all_data(task))
+    """Train on the tasks in a loop with these options: attached, or with calls of the method's hooks."""
+    for task_index, task in enumerate(tasks):
+        torch.manual_seed(task_index)
+        method.begin_task(model, as_task(task))
         optimizer = torch.optim.AdamW([*model.parameters(), *method.parameters()], lr=0.01, weight_decay=0.01)
         scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None)
         attached = method.attach(model, optimizer) if attach else None
 
-        def loss_of(batch, attached=attached):
+        def compute_loss(batch, attached=attached):
             if attached is None:
                 return method.loss(model, batch) * (len(batch) if reduction == "sum" else 1)
             outputs = model(batch.x)
             loss = F.cross_entropy(outputs, batch.y, reduction=reduction)
             weight = len(batch) if reduction == "sum" else 1.0
-            return attached.loss(loss, batch.x, batch.y, outputs, weight=weight) if write_line else loss
+            return attached.loss(loss, batch.x, batch.y, outputs, weight=weight) if use_attached_loss else loss
 
-        def compute_gradients(x, y, optimizer=optimizer, scaler=scaler, attached=attached, loss_of=loss_of):
+        def compute_gradients(x, y, optimizer=optimizer, scaler=scaler, attached=attached, compute_loss=compute_loss):
             optimizer.zero_grad()
             for batch in Batch(x, y).chunk(parts):
                 with torch.autocast("cpu", autocast, enabled=autocast is not None):
-                    loss = loss_of(batch)
+                    loss = compute_loss(batch)
                 scaler.scale(loss / (divisor or parts)).backward()
             scaler.unscale_(optimizer)
             is_clipped = clip_norm is not None or clip_value is not None
@@ -158,32 +160,32 @@ def train(
                     method.after_step(model)
         if attached is not None:
             attached.remove()
-        method.end_task(model, all_data(task))
-    return weights(model)
+        method.end_task(model, as_task(task))
+    return state_vector(model)
 
 
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("name", METHODS)
-def test_attached_equals_own_loop(name, loop, tasks):
+def test_attached_equals_loop_with_hooks(name, loop, tasks):
     if loop == "bfloat16":
         torch.set_default_dtype(torch.float32)
         tasks = [[(x.float(), y) for x, y in task] for task in tasks]
     model = net()
     attached_weights = train(METHODS[name](), model, tasks, attach=True, **LOOPS[loop])
-    own_weights = train(METHODS[name](), net(), tasks, attach=False, **LOOPS[loop])
+    expected_weights = train(METHODS[name](), net(), tasks, attach=False, **LOOPS[loop])
     # In bfloat16 a joint pass and two passes may round differently.
     tolerance = {"rtol": 5e-2, "atol": 5e-2} if loop == "bfloat16" else {"rtol": 1e-7, "atol": 1e-9}
-    torch.testing.assert_close(attached_weights, own_weights, **tolerance)
+    torch.testing.assert_close(attached_weights, expected_weights, **tolerance)
 
 
 @pytest.mark.parametrize("layer", [lambda: nn.BatchNorm1d(20), lambda: nn.Dropout(0.3)], ids=["BatchNorm", "dropout"])
 @pytest.mark.parametrize("name", [n for n in METHODS if n not in JOINT])
-def test_attached_equals_own_loop_with_layers_of_the_batch(name, layer, tasks):
+def test_attached_equals_loop_with_hooks_for_batchnorm_and_dropout(name, layer, tasks):
     if isinstance(layer(), nn.Dropout) and name in ("expandable separate", "expandnet", "den", "pnn"):
-        pytest.skip("these draw random numbers of their own between the passes")
+        pytest.skip("these methods draw random numbers between the passes")
     attached_weights = train(METHODS[name](), net(layer()), tasks, attach=True)
-    own_weights = train(METHODS[name](), net(layer()), tasks, attach=False)
-    torch.testing.assert_close(attached_weights, own_weights, rtol=1e-7, atol=1e-9)
+    expected_weights = train(METHODS[name](), net(layer()), tasks, attach=False)
+    torch.testing.assert_close(attached_weights, expected_weights, rtol=1e-7, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", JOINT)
@@ -194,18 +196,18 @@ def test_a_joint_pass_through_batchnorm_is_refused(name, tasks):
 
 @pytest.mark.parametrize("name", ["finetune", "freeze", "ewc", "ewc online", "mas", "si", "l2", "packnet"])
 @pytest.mark.parametrize("loop", ["plain", "closure", "accumulated", "scaled"])
-def test_penalties_of_parameters_need_no_line(name, loop, tasks):
-    attached_weights = train(METHODS[name](), net(), tasks, attach=True, write_line=False, **LOOPS[loop])
-    own_weights = train(METHODS[name](), net(), tasks, attach=False, **LOOPS[loop])
-    torch.testing.assert_close(attached_weights, own_weights, rtol=1e-7, atol=1e-9)
+def test_penalties_of_parameters_need_no_attached_loss(name, loop, tasks):
+    attached_weights = train(METHODS[name](), net(), tasks, attach=True, use_attached_loss=False, **LOOPS[loop])
+    expected_weights = train(METHODS[name](), net(), tasks, attach=False, **LOOPS[loop])
+    torch.testing.assert_close(attached_weights, expected_weights, rtol=1e-7, atol=1e-9)
 
 
 @pytest.mark.parametrize(
     "name", ["lwf", "er", "er-ace", "der", "derpp", "agem", "gem", "generative", "hat", "expandable", "chain"]
 )
-def test_methods_that_need_the_batch_ask_for_the_line(name, tasks):
+def test_methods_that_need_the_batch_require_attached_loss(name, tasks):
     with pytest.raises(ValueError, match=r"write loss = attached\.loss"):
-        train(METHODS[name](), net(), tasks, attach=True, write_line=False)
+        train(METHODS[name](), net(), tasks, attach=True, use_attached_loss=False)
 
 
 def count_rows(model):
@@ -225,7 +227,7 @@ def test_no_example_passes_the_model_twice(name, replayed, tasks):
     assert sum(rows) == 3 * (32 + replayed)
 
 
-def test_the_loop_keeps_its_own_loss(tasks):
+def test_a_custom_loss_function_is_kept(tasks):
     def smoothed(outputs, y):
         return F.cross_entropy(outputs, y, label_smoothing=0.3)
 
@@ -291,7 +293,7 @@ def test_other_likelihoods(make, likelihood, loss, target, tasks):
             if attached is not None:
                 attached.remove()
             method.end_task(model, (x, y))
-        results.append(weights(model))
+        results.append(state_vector(model))
     torch.testing.assert_close(*results)
 
 
@@ -359,13 +361,13 @@ def test_steps_of_another_optimizer_raise_a_warning(tasks):
     method = EWC(50.0)
     model = net()
     x, y = tasks[0][0]
-    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    other_optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with method.attach(model, torch.optim.SGD(model.parameters(), lr=0.1)):
         F.cross_entropy(model(x), y).backward()
         with pytest.warns(UserWarning, match="attached to another optimizer"):
-            other.step()
-        other.step()  # once only
-    other.step()
+            other_optimizer.step()
+        other_optimizer.step()  # no second warning
+    other_optimizer.step()
 
 
 def test_an_optimizer_with_a_base_optimizer_is_attached_at_the_base(tasks):
@@ -380,19 +382,19 @@ def test_an_optimizer_with_a_base_optimizer_is_attached_at_the_base(tasks):
     model = net()
     x, y = tasks[0][0]
     optimizer = TwoSteps(list(model.parameters()), lr=0.1)
-    seen = []
+    calls = []
 
     class Counts(Method):
         def after_step(self, model):
-            seen.append(1)
+            calls.append(1)
 
     with Counts().attach(model, optimizer):
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
-    assert seen == [1]
+    assert calls == [1]
 
 
-def test_removed_copied_and_saved(tasks):
+def test_removing_copying_and_pickling_an_attachment(tasks):
     method = EWC(50.0)
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -408,7 +410,7 @@ def test_removed_copied_and_saved(tasks):
     assert not optimizer._optimizer_step_post_hooks
 
 
-def test_what_hooks_cannot_serve_is_refused(tasks):
+def test_unsupported_models_and_optimizers_are_refused(tasks):
     model = net()
     with pytest.raises(TypeError, match="LBFGS"):
         EWC().attach(model, torch.optim.LBFGS(model.parameters()))
@@ -425,7 +427,7 @@ def test_what_hooks_cannot_serve_is_refused(tasks):
 
     method = HAT()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    method.begin_task(model, all_data(tasks[0]))
+    method.begin_task(model, as_task(tasks[0]))
     with pytest.raises(ValueError, match="create it after"):
         method.attach(model, optimizer)
 

@@ -66,11 +66,10 @@ def test_nothing_to_protect_and_nothing_to_train():
     model = net()
     (problem,) = EWC(only="head.*").check(model).problems
     assert "head.*" in problem
-    everlearn.train(model, L2(only="3.*"), (batch().x, batch().y))
-    method = L2(only="3.*")
+    method = L2()
     everlearn.train(model, method, (batch().x, batch().y))
-    model[3].requires_grad_(False)
-    assert "nothing to protect" in method.check(model).problems[0]
+    (problem,) = method.check(nn.Sequential(model)).problems
+    assert "nothing to protect" in problem
     (problem,) = Method().check(net().requires_grad_(False)).problems
     assert "nothing to train" in problem
 
@@ -87,14 +86,13 @@ def test_wrong_labels_are_found():
     assert "3 outputs" in problem or "label" in problem
 
 
-def test_the_trainer_warns_of_problems():
+def test_the_trainer_refuses_problems_before_the_first_step():
     model = net()
-    method = L2(only="3.*")
+    method = L2()
     data = (batch().x, batch().y)
     everlearn.train(model, method, data)
-    model[3].requires_grad_(False)
-    with pytest.warns(UserWarning, match="nothing to protect"):
-        everlearn.train(model, method, data)
+    with pytest.raises(ValueError, match="nothing to protect"):
+        everlearn.train(nn.Sequential(model), method, data)
 
 
 def test_the_teacher_is_described():

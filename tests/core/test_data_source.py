@@ -10,11 +10,12 @@ from everlearn import ER, Batch, Method, Task
 from everlearn.core.data_source import Arrays, Batches, Items, as_source, join
 from everlearn.curvature import fisher
 
-X, Y = torch.arange(20.0).reshape(10, 2), torch.arange(10) % 3
+X = torch.arange(20.0).reshape(10, 2)
+Y = torch.arange(10) % 3
 
 
 class Noisy(Dataset):
-    """A dataset with random augmentation of every library's kind."""
+    """A dataset with random augmentation by torch, numpy and random."""
 
     def __len__(self):
         return 12
@@ -25,12 +26,12 @@ class Noisy(Dataset):
         return torch.tensor([i, torch.rand(()), np.random.rand(), random.random()], dtype=torch.float32), i % 2
 
 
-class Endless(IterableDataset):
+class EmptyIterable(IterableDataset):
     def __iter__(self):
         return iter([])
 
 
-def everything(task, size=4, **kwargs):
+def all_inputs(task, size=4, **kwargs):
     return torch.cat([b.x for b in task.batches(size, **kwargs)])
 
 
@@ -48,18 +49,18 @@ def everything(task, size=4, **kwargs):
     ],
     ids=["tensors", "numpy", "list", "list of labels", "dataset", "loader", "batches", "numpy batches"],
 )
-def test_a_task_is_whatever_people_have(data):
+def test_a_task_accepts_common_data_types(data):
     task = Task(data, data, id=3)
     for split in ("train", "test"):
-        seen = list(task.examples(4, split))
-        assert torch.equal(torch.cat([b.x for b in seen]), X)
-        assert torch.equal(torch.cat([b.y for b in seen]), Y)
-        assert all((b.t == 3).all() for b in seen)
+        batches = list(task.examples(4, split))
+        assert torch.equal(torch.cat([b.x for b in batches]), X)
+        assert torch.equal(torch.cat([b.y for b in batches]), Y)
+        assert all((b.t == 3).all() for b in batches)
     rows = torch.cat([torch.cat([b.x, b.y[:, None]], 1) for b in task.batches(4)])
     assert torch.equal(rows[rows[:, 0].argsort()], torch.cat([X, Y[:, None]], 1))
 
 
-def test_inputs_may_be_alone_or_named():
+def test_inputs_may_be_unlabelled_or_named():
     assert next(Task(X).examples(4)).y is None
     task = Task(({"ids": X, "mask": X > 3}, Y))
     batch = next(task.batches(4))
@@ -92,26 +93,27 @@ def test_the_number_of_workers_changes_nothing(seed):
     for workers in (0, 1, 2):
         task = Task(Items(Noisy(), workers))
         before = torch.get_rng_state()
-        results.append(everything(task, 4, epochs=2, seed=seed))
+        results.append(all_inputs(task, 4, epochs=2, seed=seed))
         assert torch.equal(before, torch.get_rng_state()), "loading must not touch the model's random numbers"
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
     assert results[0][:, 1:].unique().numel() == 72, "every draw is different"
 
 
 def test_order_depends_on_seed_task_and_epoch_alone():
-    a, b = Task((X, Y), id=0), Task((X, Y), id=0)
+    a = Task((X, Y), id=0)
+    b = Task((X, Y), id=0)
     torch.rand(100)
-    assert torch.equal(everything(a, epochs=2), everything(b, epochs=2))
-    first, second = everything(a, epochs=2).split(10)
+    assert torch.equal(all_inputs(a, epochs=2), all_inputs(b, epochs=2))
+    first, second = all_inputs(a, epochs=2).split(10)
     assert not torch.equal(first, second)
-    assert not torch.equal(everything(a), everything(a, seed=1))
-    assert not torch.equal(everything(a), everything(Task((X, Y), id=1)))
+    assert not torch.equal(all_inputs(a), all_inputs(a, seed=1))
+    assert not torch.equal(all_inputs(a), all_inputs(Task((X, Y), id=1)))
 
 
 def test_a_shuffling_loader_follows_the_seed():
     task = Task(DataLoader(TensorDataset(X, Y), batch_size=4, shuffle=True))
-    assert torch.equal(everything(task, seed=1), everything(task, seed=1))
-    assert not torch.equal(everything(task, seed=1), everything(task, seed=2))
+    assert torch.equal(all_inputs(task, seed=1), all_inputs(task, seed=1))
+    assert not torch.equal(all_inputs(task, seed=1), all_inputs(task, seed=2))
 
 
 def test_iterations_cross_epochs_and_stop():
@@ -128,8 +130,8 @@ def test_joined_tasks_keep_rows_together():
     assert len(source) == 23
     order = torch.randperm(23)
     x, y, t = (torch.cat(v) for v in zip(*source.batches(7, order, 0), strict=True))
-    everyone = torch.cat([X + 100, X, X[:3]]), torch.cat([Y, Y, Y[:3]]), torch.tensor([0] * 10 + [1] * 10 + [2] * 3)
-    assert all(torch.equal(a, b[order]) for a, b in zip((x, y, t), everyone, strict=True))
+    expected = torch.cat([X + 100, X, X[:3]]), torch.cat([Y, Y, Y[:3]]), torch.tensor([0] * 10 + [1] * 10 + [2] * 3)
+    assert all(torch.equal(a, b[order]) for a, b in zip((x, y, t), expected, strict=True))
 
 
 def test_joined_datasets():
@@ -140,13 +142,13 @@ def test_joined_datasets():
         join([Items(TensorDataset(X, Y)), Batches([(X, Y)])], [0, 1])
 
 
-def test_a_part_does_not_keep_the_whole_alive():
-    whole = torch.zeros(1000, 100)
-    alive = weakref.ref(whole)
-    part = Arrays(whole, torch.zeros(1000)).subset(torch.arange(3))
-    del whole
+def test_a_subset_does_not_keep_all_rows_alive():
+    all_rows = torch.zeros(1000, 100)
+    reference = weakref.ref(all_rows)
+    part = Arrays(all_rows, torch.zeros(1000)).subset(torch.arange(3))
+    del all_rows
     gc.collect()
-    assert alive() is None and len(part) == 3
+    assert reference() is None and len(part) == 3
 
 
 @pytest.mark.parametrize(
@@ -155,10 +157,10 @@ def test_a_part_does_not_keep_the_whole_alive():
         ((X, Y[:4]), r"differ in length: \[4, 10\]"),
         ("digits", "Cannot learn from a str"),
         (3, "Cannot learn from a int"),
-        (Endless(), "wrap it, DataLoader"),
+        (EmptyIterable(), "wrap it, DataLoader"),
     ],
 )
-def test_what_cannot_be_a_task(data, message):
+def test_unsupported_data_is_refused(data, message):
     with pytest.raises((TypeError, ValueError), match=message):
         Task(data)
 
@@ -169,23 +171,23 @@ def test_a_generator_is_read_once():
         list(task.batches(4, epochs=2))
 
 
-def test_iterations_take_no_batch_too_many():
-    read = []
+def test_iterations_read_no_additional_batch():
+    reads = []
 
     def endless():
         while True:
-            read.append(1)
+            reads.append(1)
             yield X, Y
 
-    assert len(list(Task(endless()).batches(4, iterations=3))) == 3 and len(read) == 3
+    assert len(list(Task(endless()).batches(4, iterations=3))) == 3 and len(reads) == 3
 
 
-def test_strange_batches_are_refused():
+def test_unsupported_batches_are_refused():
     with pytest.raises(TypeError, match=r"must be a pair \(x, y\) or a dict with labels, got a set"):
         list(Task([{1, 2}]).batches(4))
 
 
-def test_a_dict_has_its_labels_among_its_tensors():
+def test_labels_are_taken_from_a_dict():
     batch, unlabelled = Task([{"a": X, "labels": Y}, {"a": X}]).batches(4)
     assert torch.equal(batch.x["a"], X) and torch.equal(batch.y, Y) and set(batch.x) == {"a"}
     assert unlabelled.y is None
@@ -193,8 +195,9 @@ def test_a_dict_has_its_labels_among_its_tensors():
 
 def test_lists_of_numbers_are_tensors():
     model = torch.nn.Linear(2, 3)
-    right = fisher(model, (X, Y), "true").values["weight"]
-    rows, labels = X.tolist(), Y.tolist()
+    expected = fisher(model, (X, Y), "true").values["weight"]
+    rows = X.tolist()
+    labels = Y.tolist()
     for data in (
         (rows, labels),
         (rows, Y),
@@ -202,7 +205,7 @@ def test_lists_of_numbers_are_tensors():
         [{"input": rows, "labels": labels}],
         (X.double().numpy(), Y.int()),
     ):
-        torch.testing.assert_close(fisher(model, data, "true").values["weight"], right)
+        torch.testing.assert_close(fisher(model, data, "true").values["weight"], expected)
     torch.testing.assert_close(fisher(model, rows).values["weight"], fisher(model, X).values["weight"])
     torch.testing.assert_close(Method().predict(model, rows), model(X))
     with pytest.raises(TypeError, match="rows of one length"):
@@ -212,7 +215,7 @@ def test_lists_of_numbers_are_tensors():
 @pytest.mark.parametrize(
     "labels", [Y.int(), Y.short(), Y.to(torch.int8), Y.tolist(), Y.int().numpy()], ids=lambda y: str(type(y))
 )
-def test_a_batch_takes_labels_as_people_have_them(labels):
+def test_a_batch_accepts_labels_of_common_types(labels):
     model = torch.nn.Linear(2, 3)
     for x in (X, X.tolist(), X.numpy()):
         torch.testing.assert_close(

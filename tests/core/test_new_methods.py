@@ -47,8 +47,8 @@ class DistilledReplay(Replay):
             with torch.no_grad(), evaluating(model):
                 teacher_outputs = torch.func.functional_call(model, self.teacher, (joint_batch.x,))
             targets[:, : self.old_outputs] = teacher_outputs[:, : self.old_outputs].sigmoid()
-        seen = slice(self.new_outputs)
-        return F.binary_cross_entropy_with_logits(joint_outputs[:, seen], targets[:, seen]), outputs
+        seen_classes = slice(self.new_outputs)
+        return F.binary_cross_entropy_with_logits(joint_outputs[:, seen_classes], targets[:, seen_classes]), outputs
 
     def end_task(self, model, task):
         super().end_task(model, task)
@@ -100,13 +100,13 @@ class GradientProjection(Method):
 
         for name, chunks in inputs.items():
             representation = torch.cat(chunks).T
-            total = representation.square().sum()
+            total_energy = representation.square().sum()
             basis = self.bases.get(name, representation.new_zeros(len(representation), 0))
             residual = representation - basis @ (basis.T @ representation)
             u, s, _ = torch.linalg.svd(residual, full_matrices=False)
-            kept = total - residual.square().sum() + s.square().cumsum(0)
-            count = int((kept < self.threshold * total).sum()) + 1
-            self.bases[name] = torch.linalg.qr(torch.cat([basis, u[:, :count]], 1)).Q
+            captured_energy = total_energy - residual.square().sum() + s.square().cumsum(0)
+            num_vectors = int((captured_energy < self.threshold * total_energy).sum()) + 1
+            self.bases[name] = torch.linalg.qr(torch.cat([basis, u[:, :num_vectors]], 1)).Q
 
 
 @dataclass(eq=False)
@@ -172,7 +172,7 @@ class Prompt(Method):
         return super().predict(model, x + shifts)
 
 
-def test_none_is_longer_than_60_lines():
+def test_no_method_is_longer_than_60_lines():
     tree = ast.parse(Path(__file__).read_text(encoding="utf-8"))
     lengths = {node.name: node.end_lineno - node.lineno + 2 for node in tree.body if isinstance(node, ast.ClassDef)}
     assert len(lengths) == 4 and max(lengths.values()) <= 60, lengths
@@ -195,15 +195,15 @@ def test_gradient_projection_keeps_the_outputs_for_old_inputs():
     model = mlp((1, 8, 8), stream.outputs)
     everlearn.train(model, method, stream[0], epochs=5)
     x = next(stream[0].examples(100)).x
-    before = model(x).detach()
+    old_outputs = model(x).detach()
     bases = copy.deepcopy(method.bases)
     weights = {name: model.get_submodule(name).weight.detach().clone() for name in bases}
     everlearn.train(model, method, stream[1], epochs=2, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.05))
     for name, basis in bases.items():
         update = model.get_submodule(name).weight.detach() - weights[name]
         assert update.norm() > 0 and (update @ basis).norm() < 1e-4 * update.norm()
-    biases = sum((p.numel() for n, p in model.named_parameters() if n.endswith("bias")), 0)
-    assert biases and (model(x) - before).abs().max() < 2 * before.abs().max()
+    num_biases = sum((p.numel() for n, p in model.named_parameters() if n.endswith("bias")), 0)
+    assert num_biases and (model(x) - old_outputs).abs().max() < 2 * old_outputs.abs().max()
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -233,7 +233,7 @@ def test_statistics_need_no_optimizer_and_no_trainable_parameter(frozen):
     assert result.average_accuracy > 0.8
 
 
-def test_no_epochs_only_end_the_task():
+def test_zero_epochs_only_end_the_task():
     ended = []
 
     class Counts(Prototypes):

@@ -17,16 +17,17 @@ def test_names_do_not_depend_on_wrapping():
     assert list(trainable_parameters(inner)) == names
 
 
-def test_a_model_with_a_part_called_module_keeps_its_names():
+def test_a_child_named_module_keeps_its_name():
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
-            self.module, self.head = nn.Linear(2, 2), nn.Linear(2, 1)
+            self.module = nn.Linear(2, 2)
+            self.head = nn.Linear(2, 1)
 
     assert list(trainable_parameters(Net())) == ["module.weight", "module.bias", "head.weight", "head.bias"]
 
 
-def test_every_known_wrapper_is_opened():
+def test_known_wrappers_are_unwrapped():
     from lightning.fabric import Fabric
 
     net = nn.Linear(2, 1)
@@ -37,7 +38,7 @@ def test_every_known_wrapper_is_opened():
 
 
 class Doubled(nn.Module):
-    """A wrapper of one's own, whose only child has the name that those of torch give theirs."""
+    """A custom wrapper whose only child has the name used by torch's wrappers."""
 
     def __init__(self, child, name):
         super().__init__()
@@ -49,26 +50,29 @@ class Doubled(nn.Module):
 
 
 @pytest.mark.parametrize("name", ["module", "_original_module", "_fsdp_wrapped"])
-def test_a_wrapper_of_ones_own_keeps_its_forward_pass_and_its_names(name):
+def test_a_custom_wrapper_keeps_its_forward_pass_and_names(name):
     torch.manual_seed(0)
-    net, x = nn.Linear(4, 3).double(), torch.randn(20, 4, dtype=torch.double)
+    net = nn.Linear(4, 3).double()
+    x = torch.randn(20, 4, dtype=torch.double)
     wrapped = Doubled(net, name)
     assert unwrap(wrapped) is wrapped and unwrap(nn.DataParallel(wrapped)) is wrapped
     assert list(trainable_parameters(wrapped)) == [f"{name}.weight", f"{name}.bias"]
     p = wrapped(x).softmax(1).detach()
-    right = 4 * torch.einsum("nc,ni->ci", p * (1 - p), x**2) / 20
-    torch.testing.assert_close(fisher(wrapped, x).values[f"{name}.weight"], right)
+    expected = 4 * torch.einsum("nc,ni->ci", p * (1 - p), x**2) / 20
+    torch.testing.assert_close(fisher(wrapped, x).values[f"{name}.weight"], expected)
 
 
-def test_packnet_answers_through_the_users_own_forward_pass():
+def test_packnet_predicts_through_a_custom_wrapper():
     torch.manual_seed(0)
-    model, method = Doubled(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), "module"), PackNet()
-    x, y = torch.randn(16, 4), torch.randint(2, (16,))
+    model = Doubled(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), "module")
+    method = PackNet()
+    x = torch.randn(16, 4)
+    y = torch.randint(2, (16,))
     train(model, method, Task((x, y), id=0), epochs=1, batch_size=16)
     torch.testing.assert_close(method.predict(model, x, torch.zeros(16, dtype=torch.long)), model.eval()(x))
 
 
-def test_only_trainable_parameters_count():
+def test_only_trainable_parameters_are_in_a_snapshot():
     net = nn.Linear(2, 1)
     net.bias.requires_grad_(False)
     assert list(snapshot(net)) == ["weight"]
@@ -80,7 +84,7 @@ def test_tied_parameters_appear_once():
     assert list(trainable_parameters(net)) == ["0.weight", "0.bias", "1.bias"]
 
 
-def test_remembered_parameters_are_differentiable_and_refuses_a_shrunken_layer():
+def test_remembered_parameters_are_differentiable_and_shrunken_layers_refused():
     net = nn.Linear(2, 3)
     anchor = snapshot(net)
     remembered_parameters(net, anchor)["weight"].sum().backward()
@@ -90,7 +94,7 @@ def test_remembered_parameters_are_differentiable_and_refuses_a_shrunken_layer()
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(2, 2), (3, 3), (3, 4)])
-def test_only_outputs_may_have_been_added_since_a_parameter_was_remembered(inputs, outputs):
+def test_only_outputs_may_be_added_after_a_parameter_was_remembered(inputs, outputs):
     anchor = snapshot(nn.Linear(2, 3))
     with pytest.raises(
         ValueError, match=rf"weight has shape \({outputs}, {inputs}\) and was remembered with shape \(3, 2\)"

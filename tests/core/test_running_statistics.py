@@ -1,4 +1,4 @@
-"""Running statistics: methods say that they do not protect them, and Freeze("statistics") does."""
+"""Running statistics: methods warn that they do not protect them, and Freeze("statistics") does."""
 
 import copy
 import warnings
@@ -33,6 +33,7 @@ from everlearn import (
     streams,
 )
 from everlearn.core.running_statistics import tracking_layers
+from tests import helpers
 
 pytestmark = pytest.mark.filterwarnings("error:The running statistics of:UserWarning")
 
@@ -51,10 +52,10 @@ UNPROTECTED = {
 
 
 def shifted_tasks():
-    """Five digits, then the other five, brighter and inverted, so that activations have another mean and variance."""
+    """Five digits, then the other five, inverted and brighter, which shifts the mean and variance of activations."""
     (x, y), _ = streams.digits_data()
-    first = y < 5
-    return (x[first], y[first]), (3.0 - 2 * x[~first], y[~first])
+    is_first_task = y < 5
+    return (x[is_first_task], y[is_first_task]), (3.0 - 2 * x[~is_first_task], y[~is_first_task])
 
 
 def convolutional_net():
@@ -62,12 +63,12 @@ def convolutional_net():
     return nets.cnn((1, 8, 8), 10, channels=(8, 16))
 
 
-def learn(model, method, tasks, epochs=1, lr=1e-3):
-    for task in tasks:
-        everlearn.train(model, method, task, epochs=epochs, batch_size=32, optimizer=lambda p: torch.optim.Adam(p, lr))
+def train_tasks(model, method, tasks, epochs=1):
+    adam = lambda parameters: torch.optim.Adam(parameters, 1e-3)
+    helpers.train_tasks(model, method, tasks, epochs=epochs, batch_size=32, optimizer=adam)
 
 
-def learn_by_penalty(model, method, tasks, epochs=1):
+def train_by_penalty(model, method, tasks, epochs=1):
     """The README's shortest loop: it neither begins tasks nor edits gradients, and sets the mode in every epoch."""
     for x, y in tasks:
         optimizer = torch.optim.Adam(model.parameters(), 1e-3)
@@ -87,114 +88,126 @@ def accuracy(model, task):
         return 100 * float((model(task[0]).argmax(1) == task[1]).float().mean())
 
 
-def statistics(model):
+def copy_statistics(model):
     return {n: b.clone() for n, b in model.named_buffers()}
 
 
 @pytest.mark.parametrize("name", UNPROTECTED)
-def test_methods_say_once_and_by_name_that_statistics_follow_new_data(name):
-    model, method = convolutional_net(), UNPROTECTED[name]()
+def test_unprotected_statistics_raise_one_warning_that_names_them(name):
+    model = convolutional_net()
+    method = UNPROTECTED[name]()
     first, second = ((x[:96], y[:96]) for x, y in shifted_tasks())
-    learn(model, method, [first])  # a warning would be an error here
+    train_tasks(model, method, [first])  # without a warning, which would be an error
     with pytest.warns(UserWarning, match=rf"statistics of 0\.1, 1\.1 \(2 in all, BatchNorm2d\).*{name}") as caught:
-        learn(model, method, [second], epochs=2)
+        train_tasks(model, method, [second], epochs=2)
     assert len(caught) == 1
 
 
 @pytest.mark.parametrize("kind", [Method, Freeze, PackNet, HAT, PNN, ExpandNet, DEN, ExpandableRepresentation])
-def test_methods_that_keep_statistics_for_each_task_or_promise_nothing_are_silent(kind):
-    learn(convolutional_net(), kind(), [(x[:96], y[:96]) for x, y in shifted_tasks()])
+def test_methods_with_statistics_per_task_or_without_protection_do_not_warn(kind):
+    train_tasks(convolutional_net(), kind(), [(x[:96], y[:96]) for x, y in shifted_tasks()])
 
 
-def test_a_loop_that_only_adds_the_penalty_is_told_too():
-    model, tasks = convolutional_net(), [(x[:96], y[:96]) for x, y in shifted_tasks()]
-    with pytest.warns(UserWarning, match=r'EWC\(…\) \+ Freeze\("statistics"\)'):
-        learn_by_penalty(model, EWC(1.0), tasks)
-
-
-@pytest.mark.parametrize("first", [True, False], ids=["freeze first", "freeze last"])
-@pytest.mark.parametrize("name", UNPROTECTED)
-def test_frozen_statistics_stay_and_nobody_complains(name, first):
-    model, method = convolutional_net(), UNPROTECTED[name]()
-    method = Freeze("statistics") + method if first else method + Freeze("statistics")
+def test_a_loop_that_only_adds_the_penalty_raises_the_warning():
+    model = convolutional_net()
     tasks = [(x[:96], y[:96]) for x, y in shifted_tasks()]
-    learn(model, method, tasks[:1])
-    kept, scale = statistics(model), model[0][1].weight.detach().clone()
-    learn(model, method, tasks[1:])
-    assert all(torch.equal(v, kept[n]) for n, v in statistics(model).items())
-    assert not torch.equal(model[0][1].weight, scale), "scales and shifts go on learning"
+    with pytest.warns(UserWarning, match=r'EWC\(…\) \+ Freeze\("statistics"\)'):
+        train_by_penalty(model, EWC(1.0), tasks)
 
 
-def test_held_weights_are_not_enough_and_held_statistics_are():
-    """The trial's case: EWC(1e6) hardly moves a weight, and the first task is lost by its statistics."""
+@pytest.mark.parametrize("freeze_first", [True, False], ids=["freeze first", "freeze last"])
+@pytest.mark.parametrize("name", UNPROTECTED)
+def test_frozen_statistics_are_constant_and_raise_no_warning(name, freeze_first):
+    model = convolutional_net()
+    method = UNPROTECTED[name]()
+    freeze = Freeze("statistics")
+    method = freeze + method if freeze_first else method + freeze
+    tasks = [(x[:96], y[:96]) for x, y in shifted_tasks()]
+    train_tasks(model, method, tasks[:1])
+    frozen_statistics = copy_statistics(model)
+    initial_scale = model[0][1].weight.detach().clone()
+    train_tasks(model, method, tasks[1:])
+    assert all(torch.equal(v, frozen_statistics[n]) for n, v in copy_statistics(model).items())
+    assert not torch.equal(model[0][1].weight, initial_scale), "scales and shifts are still trained"
+
+
+def test_protected_weights_still_forget_without_frozen_statistics():
+    """EWC(1e6) hardly moves a weight, and the first task is forgotten through the statistics alone."""
     tasks = shifted_tasks()
-    ends = {}
+    accuracy_drop = {}
     for frozen in (False, True):
         model = convolutional_net()
-        learn(model, Method(), tasks[:1], epochs=10)
-        before = accuracy(model, tasks[0])
-        weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+        train_tasks(model, Method(), tasks[:1], epochs=10)
+        initial_accuracy = accuracy(model, tasks[0])
+        initial_weights = {n: p.detach().clone() for n, p in model.named_parameters()}
         method = EWC(1e6) + Freeze("statistics") if frozen else EWC(1e6)
         method.end_task(model, tasks[0])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            learn_by_penalty(model, method, tasks[1:])
-        moved = max(float((p.detach() - weights[n]).abs().max()) for n, p in model.named_parameters())
-        ends[frozen] = before - accuracy(model, tasks[0])
-        assert before > 95
-        assert moved < 0.02
-    assert ends[False] > 30
-    assert ends[True] < 3
+            train_by_penalty(model, method, tasks[1:])
+        max_change = max(float((p.detach() - initial_weights[n]).abs().max()) for n, p in model.named_parameters())
+        accuracy_drop[frozen] = initial_accuracy - accuracy(model, tasks[0])
+        assert initial_accuracy > 95
+        assert max_change < 0.02
+    assert accuracy_drop[False] > 30
+    assert accuracy_drop[True] < 3
 
 
-def test_frozen_layers_normalize_by_what_they_keep_whatever_mode_the_loop_sets():
-    model, method = convolutional_net(), Freeze("statistics")
+def test_frozen_layers_use_running_statistics_in_any_mode():
+    model = convolutional_net()
+    method = Freeze("statistics")
     x, y = shifted_tasks()[0]
-    learn(model, method, [(x[:96], y[:96])])
+    train_tasks(model, method, [(x[:96], y[:96])])
     reference = copy.deepcopy(model).eval()
     model.train()
     assert torch.equal(model(x[:8]), reference(x[:8]))
 
 
-def test_a_penalty_that_is_asked_before_the_forward_pass_is_not_mistaken():
-    model, method = convolutional_net(), EWC(1.0) + Freeze("statistics")
+def test_a_penalty_before_the_forward_pass_raises_no_warning():
+    model = convolutional_net()
+    method = EWC(1.0) + Freeze("statistics")
     first, second = ((x[:64], y[:64]) for x, y in shifted_tasks())
-    learn_by_penalty(model, method, [first])
+    train_by_penalty(model, method, [first])
     model.train()
     loss = method.penalty(model) + F.cross_entropy(model(second[0]), second[1])
     assert loss.isfinite()
 
 
-@pytest.mark.parametrize("begins", [True, False])
-def test_a_loop_that_takes_only_the_loss_of_replay_is_told(begins):
-    model, method = convolutional_net(), ER(50)
+@pytest.mark.parametrize("calls_begin_task", [True, False])
+def test_a_loop_that_only_calls_loss_of_replay_raises_the_warning(calls_begin_task):
+    model = convolutional_net()
+    method = ER(50)
     first, second = ((x[:64], y[:64]) for x, y in shifted_tasks())
     method.loss(model, Batch(*first))
     method.end_task(model, first)
-    if begins:
+    if calls_begin_task:
         method.begin_task(model, second)
     with pytest.warns(UserWarning, match="The running statistics of"):
         method.loss(model, Batch(*second))
 
 
-def test_statistics_are_frozen_again_after_loading_where_no_task_was_begun():
-    model, method = convolutional_net(), Freeze("statistics")
+def test_statistics_are_frozen_after_loading_without_a_begun_task():
+    model = convolutional_net()
+    method = Freeze("statistics")
     first, second = ((x[:64], y[:64]) for x, y in shifted_tasks())
-    learn_by_penalty(model, method, [first])
-    other, resumed = convolutional_net(), Freeze("statistics")
-    other.load_state_dict(model.state_dict())
-    resumed.load_state_dict(method.state_dict())
-    resumed.begin_task(other, second)
-    kept = statistics(other)
-    other.train()(second[0])
-    assert all(torch.equal(v, kept[n]) for n, v in statistics(other).items())
+    train_by_penalty(model, method, [first])
+    restored_model = convolutional_net()
+    restored_method = Freeze("statistics")
+    restored_model.load_state_dict(model.state_dict())
+    restored_method.load_state_dict(method.state_dict())
+    restored_method.begin_task(restored_model, second)
+    frozen_statistics = copy_statistics(restored_model)
+    restored_model.train()(second[0])
+    assert all(torch.equal(v, frozen_statistics[n]) for n, v in copy_statistics(restored_model).items())
 
 
 def test_a_copied_model_has_one_hook_and_is_freed_like_the_original():
-    model, method = convolutional_net(), Freeze("statistics")
+    model = convolutional_net()
+    method = Freeze("statistics")
     first = tuple(v[:64] for v in shifted_tasks()[0])
-    learn_by_penalty(model, method, [first])
-    copied_model, copied_method = copy.deepcopy(model), copy.deepcopy(method)
+    train_by_penalty(model, method, [first])
+    copied_model = copy.deepcopy(model)
+    copied_method = copy.deepcopy(method)
     copied_method.begin_task(copied_model, first)
     assert [len(layer._forward_pre_hooks) for layer in tracking_layers(copied_model).values()] == [1, 1]
     copied_method.detach(copied_model)
@@ -203,24 +216,27 @@ def test_a_copied_model_has_one_hook_and_is_freed_like_the_original():
 
 
 def test_statistics_stay_frozen_after_loading_and_are_free_after_detach():
-    model, method = convolutional_net(), Freeze("statistics") + ER(50)
+    model = convolutional_net()
+    method = Freeze("statistics") + ER(50)
     tasks = [(x[:96], y[:96]) for x, y in shifted_tasks()]
-    learn(model, method, tasks[:1])
-    other, resumed = convolutional_net(), Freeze("statistics") + ER(50)
-    other.load_state_dict(model.state_dict())
-    resumed.load_state_dict(method.state_dict())
-    kept = statistics(other)
-    learn(other, resumed, tasks[1:])
-    assert all(torch.equal(v, kept[n]) for n, v in statistics(other).items())
-    resumed.detach(other)
-    other.train()(tasks[1][0][:8])
-    assert not any(torch.equal(v, kept[n]) for n, v in statistics(other).items())
+    train_tasks(model, method, tasks[:1])
+    restored_model = convolutional_net()
+    restored_method = Freeze("statistics") + ER(50)
+    restored_model.load_state_dict(model.state_dict())
+    restored_method.load_state_dict(method.state_dict())
+    frozen_statistics = copy_statistics(restored_model)
+    train_tasks(restored_model, restored_method, tasks[1:])
+    assert all(torch.equal(v, frozen_statistics[n]) for n, v in copy_statistics(restored_model).items())
+    restored_method.detach(restored_model)
+    restored_model.train()(tasks[1][0][:8])
+    assert not any(torch.equal(v, frozen_statistics[n]) for n, v in copy_statistics(restored_model).items())
 
 
-def test_chunks_of_the_first_task_still_move_its_statistics():
+def test_chunks_of_the_first_task_update_its_statistics():
     x, y = shifted_tasks()[0]
     stream = streams.online(streams.from_tasks([((x[:64], y[:64]), (x[:8], y[:8]))] * 2, scenario="domain"), chunk=32)
-    model, method = convolutional_net(), Freeze("statistics")
+    model = convolutional_net()
+    method = Freeze("statistics")
     counts = []
     for chunk in stream:
         everlearn.train(model, method, chunk, batch_size=32)
@@ -228,24 +244,32 @@ def test_chunks_of_the_first_task_still_move_its_statistics():
     assert counts == [1, 2, 2, 2]
 
 
-def test_the_compiled_model_freezes_too():
-    model, method = convolutional_net(), Freeze("statistics")
+def test_statistics_of_a_compiled_model_are_frozen():
+    model = convolutional_net()
+    method = Freeze("statistics")
     compiled = torch.compile(model, backend="eager")
     x, y = shifted_tasks()[0]
     compiled.train()(x[:8])
     method.end_task(compiled, (x, y))
-    kept = statistics(model)
+    frozen_statistics = copy_statistics(model)
     compiled.train()(x[:8])
-    assert all(torch.equal(v, kept[n]) for n, v in statistics(model).items())
+    assert all(torch.equal(v, frozen_statistics[n]) for n, v in copy_statistics(model).items())
 
 
-def test_only_layers_with_statistics_count():
-    norms = nn.BatchNorm1d(2), nn.BatchNorm1d(2, track_running_stats=False), nn.InstanceNorm1d(2), nn.GroupNorm(1, 2)
-    model = nn.Sequential(*norms, nn.InstanceNorm1d(2, track_running_stats=True), nn.LayerNorm(2))
+def test_only_layers_with_running_statistics_are_tracked():
+    model = nn.Sequential(
+        nn.BatchNorm1d(2),
+        nn.BatchNorm1d(2, track_running_stats=False),
+        nn.InstanceNorm1d(2),
+        nn.GroupNorm(1, 2),
+        nn.InstanceNorm1d(2, track_running_stats=True),
+        nn.LayerNorm(2),
+    )
     assert list(tracking_layers(nn.DataParallel(model))) == ["0", "4"]
 
 
-def test_a_model_without_such_layers_is_silent():
-    model, method = nets.mlp((1, 8, 8), 10, hidden=(8,)), EWC(1.0)
-    learn_by_penalty(model, method, [(x[:64], y[:64]) for x, y in shifted_tasks()])
+def test_a_model_without_running_statistics_raises_no_warning():
+    model = nets.mlp((1, 8, 8), 10, hidden=(8,))
+    method = EWC(1.0)
+    train_by_penalty(model, method, [(x[:64], y[:64]) for x, y in shifted_tasks()])
     assert method.loss(model, Batch(torch.rand(2, 1, 8, 8), torch.tensor([0, 1]))).isfinite()

@@ -1,4 +1,4 @@
-"""Parameters of which every process has a share (FSDP): what a method keeps is shared out with them, and it learns as if they were whole."""
+"""Sharded parameters (FSDP): a method shards its state in the same way, and trains as without sharding."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ METHODS = {
 
 
 def net(sharded=False):
-    """Nine units, which two processes cannot share equally; the last layer is the root's own, which stays whole after a forward pass."""
+    """Nine units do not split equally over two processes; the last layer stays unsharded after a forward pass."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 4))
     for layer in (model[0], model) if sharded else ():
@@ -31,20 +31,21 @@ def net(sharded=False):
     return model
 
 
-def learn(method, model, attached=False, tasks=2):
-    """Two tasks in a loop of one's own, all processes with the same batches; importances as if from a copy that is whole."""
-    draw = torch.Generator().manual_seed(1)
+def train_tasks(method, model, attached=False, tasks=2):
+    """Train in a custom loop with the same batches in all processes, and random importances of full size."""
+    rng = torch.Generator().manual_seed(1)
     for _ in range(tasks):
-        x, y = torch.randn(32, 6, generator=draw), torch.randint(4, (32,), generator=draw)
+        x = torch.randn(32, 6, generator=rng)
+        y = torch.randint(4, (32,), generator=rng)
         method.begin_task(model, (x, y))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         attachment = method.attach(model, optimizer) if attached else None
-        for part in Batch(x, y).chunk(4):
+        for micro_batch in Batch(x, y).chunk(4):
             optimizer.zero_grad()
             if attachment:
-                part.loss(model(part.x)).backward()
+                micro_batch.loss(model(micro_batch.x)).backward()
             else:
-                method.loss(model, part).backward()
+                method.loss(model, micro_batch).backward()
                 method.before_step(model)
             optimizer.step()
             if not attachment:
@@ -53,8 +54,8 @@ def learn(method, model, attached=False, tasks=2):
             attachment.remove()
         if hasattr(method, "consolidate"):
             with torch.no_grad():
-                model(x)  # whoever looks at it now finds some parameters whole
-            method.consolidate(model, {n: torch.rand(p.shape, generator=draw) for n, p in model.named_parameters()})
+                model(x)  # leaves the parameters of the last layer unsharded
+            method.consolidate(model, {n: torch.rand(p.shape, generator=rng) for n, p in model.named_parameters()})
         else:
             method.end_task(model, (x, y))
     return {
@@ -63,57 +64,70 @@ def learn(method, model, attached=False, tasks=2):
 
 
 @pytest.mark.parametrize("attached", [False, True])
-def test_sharded_parameters_learn_what_whole_ones_do(two, attached):
-    alone = {name: learn(make(), net(), attached) for name, make in METHODS.items()}
-    for found in two(lambda: {name: learn(make(), net(sharded=True), attached) for name, make in METHODS.items()}):
-        for name, weights in found.items():
+def test_sharded_training_equals_unsharded_training(run_two_processes, attached):
+    expected = {name: train_tasks(make(), net(), attached) for name, make in METHODS.items()}
+
+    def train_sharded():
+        return {name: train_tasks(make(), net(sharded=True), attached) for name, make in METHODS.items()}
+
+    for process_weights in run_two_processes(train_sharded):
+        for name, weights in process_weights.items():
+            # Each process draws the random numbers of stochastic rounding for its shard.
+            tolerance = 1e-3 if name == "half" else 1e-6
             for n, p in weights.items():
-                close = 1e-3 if name == "half" else 1e-6  # each share is rounded by draws of its own
-                torch.testing.assert_close(p, alone[name][n], rtol=close, atol=close, msg=f"{name}, {n}")
+                torch.testing.assert_close(p, expected[name][n], rtol=tolerance, atol=tolerance, msg=f"{name}, {n}")
 
 
-def test_what_is_kept_is_shared_out_and_can_be_saved(two, tmp_path):
-    def saved():
-        model, method, other = net(sharded=True), EWC(10.0, half=True), EWC(10.0, half=True)
-        learn(method, model)
-        learn(other, net(sharded=True), tasks=1)
-        kept = method.quadratic.form.values["0.weight"]
+def test_state_is_sharded_and_can_be_saved(run_two_processes, tmp_path):
+    def save_and_load():
+        model = net(sharded=True)
+        method = EWC(10.0, half=True)
+        restored = EWC(10.0, half=True)
+        train_tasks(method, model)
+        train_tasks(restored, net(sharded=True), tasks=1)
+        importance = method.quadratic.form.values["0.weight"]
         dcp.save(method.state_dict(), checkpoint_id=tmp_path / "state")
-        state = other.state_dict()
+        state = restored.state_dict()
         dcp.load(state, checkpoint_id=tmp_path / "state")
-        other.load_state_dict(state)
-        here = [a.to_local() for form in (method, other) for a in form.quadratic.form.values.values()]
-        same = all(torch.equal(a, b) for a, b in zip(here[:4], here[4:], strict=True))
-        return kept.to_local().numel(), kept.dtype, method.quadratic.anchor["0.weight"].to_local().numel(), same
+        restored.load_state_dict(state)
+        saved_shards = [value.to_local() for value in method.quadratic.form.values.values()]
+        loaded_shards = [value.to_local() for value in restored.quadratic.form.values.values()]
+        is_equal = all(torch.equal(a, b) for a, b in zip(saved_shards, loaded_shards, strict=True))
+        anchor = method.quadratic.anchor["0.weight"]
+        return importance.to_local().numel(), importance.dtype, anchor.to_local().numel(), is_equal
 
-    sizes, dtypes, anchors, same = zip(*two(saved), strict=True)
-    assert sorted(sizes) == sorted(anchors) == [4 * 6, 5 * 6]
+    sizes, dtypes, anchor_sizes, are_equal = zip(*run_two_processes(save_and_load), strict=True)
+    assert sorted(sizes) == sorted(anchor_sizes) == [4 * 6, 5 * 6]
     assert set(dtypes) == {torch.bfloat16}
-    assert all(same)
+    assert all(are_equal)
 
 
-def refusal(act):
-    """What is said."""
+def error_message(call):
+    """Return the message of the error that a call raises."""
     try:
-        act()
+        call()
     except (ValueError, TypeError) as error:
         return str(error)
-    return "nothing"
+    return "no error"
 
 
-def test_what_needs_whole_parameters_says_so(two):
-    def said():
-        model, xy = net(sharded=True), (torch.randn(8, 6), torch.arange(8) % 4)
-        whole = fisher(net(), xy, structure="kronecker")
+def test_operations_that_need_unsharded_parameters_are_refused(run_two_processes):
+    def error_messages():
+        model = net(sharded=True)
+        data = (torch.randn(8, 6), torch.arange(8) % 4)
+        kronecker_form = fisher(net(), data, structure="kronecker")
         return [
-            refusal(lambda: fisher(model, xy)),
-            refusal(lambda: EWC(structure="kronecker").consolidate(model, whole)),
-            refusal(lambda: train(model, Method(), xy, epochs=1)),
-            *(refusal(lambda make=make: learn(make(), model)) for make in (lambda: AGEM(20), lambda: GEM(20), LwF)),
+            error_message(lambda: fisher(model, data)),
+            error_message(lambda: EWC(structure="kronecker").consolidate(model, kronecker_form)),
+            error_message(lambda: train(model, Method(), data, epochs=1)),
+            *(
+                error_message(lambda make=make: train_tasks(make(), model))
+                for make in (lambda: AGEM(20), lambda: GEM(20), LwF)
+            ),
         ]
 
-    for importance, form, trainer, *others in two(said):
-        assert all("needs whole parameters, and these are sharded" in other for other in others)
-        assert "pass it, method.consolidate(model, importance), or use SI" in importance
-        assert "Sharded parameters need a Diagonal importance" in form
-        assert "average their own gradients" in trainer
+    for fisher_message, kronecker_message, trainer_message, *messages in run_two_processes(error_messages):
+        assert all("needs whole parameters, and these are sharded" in message for message in messages)
+        assert "pass it, method.consolidate(model, importance), or use SI" in fisher_message
+        assert "Sharded parameters need a Diagonal importance" in kronecker_message
+        assert "average their own gradients" in trainer_message

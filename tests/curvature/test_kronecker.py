@@ -74,7 +74,7 @@ def test_factors_of_any_model_equal_the_loop_over_single_examples(name):
 
 def test_row_major_is_g_times_a_and_column_major_a_times_g():
     form = random_form()
-    (a, g) = form.layers["w"][0]
+    a, g = form.layers["w"][0]
     d = with_bias(DELTA["w"], DELTA["b"])
     torch.testing.assert_close(d.t().flatten() @ torch.kron(a, g) @ d.t().flatten(), form.quad(DELTA))
 

@@ -1,4 +1,4 @@
-"""Which method? Answers and the methods that fit them, the numbers that are quoted, the questions."""
+"""Advice on methods: which fit, the recorded numbers that are quoted, and the command `everlearn advise`."""
 
 import builtins
 import json
@@ -26,20 +26,20 @@ REPLAY = {"er", "er-ace", "der", "derpp", "agem", "gem"}
 ISOLATION = {"packnet", "hat", "pnn", "expandnet", "den"}
 
 
-def fitting(**needs):
-    return [a.name for a in advise(Needs(**needs)) if a.fits]
+def fitting_methods(**needs):
+    return [entry.name for entry in advise(Needs(**needs)) if entry.fits]
 
 
-def reasons(name, **needs):
-    return next(a for a in advise(Needs(**needs)) if a.name == name).objections
+def objections_to(name, **needs):
+    return next(entry for entry in advise(Needs(**needs)) if entry.name == name).objections
 
 
-def cell(method, accuracy, scenario="task", table="T", finetune=50.0, joint=100.0):
+def make_cell(method, accuracy, scenario="task", table="T", finetune=50.0, joint=100.0):
     return Measured(method, scenario, table, "A table", f"{method}/x", (accuracy,), {}, finetune, joint)
 
 
 @pytest.mark.parametrize(
-    ("needs", "fit"),
+    ("needs", "expected"),
     [
         ({"scenario": "class"}, REPLAY | {"generative", "expandable"}),
         ({"scenario": "class", "keep_data": False}, {"generative"}),
@@ -52,8 +52,8 @@ def cell(method, accuracy, scenario="task", table="T", finetune=50.0, joint=100.
         ({}, set(METHODS) - {"finetune", "freeze"}),
     ],
 )
-def test_answers_and_the_methods_that_fit_them(needs, fit):
-    assert set(fitting(**needs)) == fit
+def test_methods_fit_needs(needs, expected):
+    assert set(fitting_methods(**needs)) == expected
 
 
 @pytest.mark.parametrize(
@@ -72,60 +72,63 @@ def test_answers_and_the_methods_that_fit_them(needs, fit):
         ("pnn", {"time": 2.0, "tasks": 5}, "baseline steps, more than 2"),
     ],
 )
-def test_what_speaks_against_a_method(name, needs, reason):
-    (only,) = reasons(name, **needs)
-    assert reason in only
+def test_objections_to_method(name, needs, reason):
+    (objection,) = objections_to(name, **needs)
+    assert reason in objection
 
 
-def test_every_method_fits_or_has_a_reason():
+def test_every_method_fits_or_has_objection():
     for scenario in ("task", "domain", "class", None):
         for needs in ({}, {"keep_data": False}, {"grow": False, "labels": False}, {"time": 1.5, "memory": "1x"}):
-            found = advise(Needs(scenario=scenario, **needs))
-            assert sorted(a.name for a in found) == sorted(METHODS)
-            assert all(a.fits or all(a.objections) for a in found)
-            assert [a.fits for a in found] == sorted((a.fits for a in found), reverse=True)
+            advice = advise(Needs(scenario=scenario, **needs))
+            assert sorted(entry.name for entry in advice) == sorted(METHODS)
+            assert all(entry.fits or all(entry.objections) for entry in advice)
+            assert [entry.fits for entry in advice] == sorted((entry.fits for entry in advice), reverse=True)
 
 
-def test_measured_before_not_measured_and_the_best_first():
-    found = advise(Needs(scenario="task"), [cell("ewc", 90.0), cell("lwf", 95.0), cell("si", 80.0, "domain")])
-    names = [a.name for a in found if a.fits]
-    assert names[:2] == ["lwf", "ewc"] and [a.closed_gap for a in found[:2]] == [0.9, 0.8]
-    assert set(names[2:6]) == ISOLATION - {"den"}, "who forgets nothing comes before who may"
-    assert fitting(scenario="domain")[-1] == "l2", "reference points come last"
+def test_measured_methods_are_ranked_first_by_closed_gap():
+    advice = advise(
+        Needs(scenario="task"), [make_cell("ewc", 90.0), make_cell("lwf", 95.0), make_cell("si", 80.0, "domain")]
+    )
+    names = [entry.name for entry in advice if entry.fits]
+    assert names[:2] == ["lwf", "ewc"] and [entry.closed_gap for entry in advice[:2]] == [0.9, 0.8]
+    assert set(names[2:6]) == ISOLATION - {"den"}, "methods that forget nothing come first"
+    assert fitting_methods(scenario="domain")[-1] == "l2", "reference points come last"
 
 
-def test_a_table_weighs_as_much_as_fine_tuning_loses_in_it():
-    easy = cell("ewc", 98.0, table="easy", finetune=99.0, joint=100.0)
-    (first, *_) = advise(Needs(scenario="task"), [cell("ewc", 90.0), easy])
+def test_tables_are_weighted_by_gap_of_finetuning():
+    easy = make_cell("ewc", 98.0, table="easy", finetune=99.0, joint=100.0)
+    (first, *_) = advise(Needs(scenario="task"), [make_cell("ewc", 90.0), easy])
     assert first.name == "ewc" and first.closed_gap == pytest.approx(39 / 51)
 
 
-def test_of_a_table_the_best_cell_counts_and_without_both_ends_none_does():
-    found = advise(Needs(scenario="task"), [cell("er", 70.0), cell("er", 90.0), cell("ewc", 99.0, joint=None)])
-    er, ewc = (next(a for a in found if a.name == name) for name in ("er", "ewc"))
-    assert [m.mean for m in er.measured] == [90.0]
-    assert ewc.closed_gap is None and [m.mean for m in ewc.measured] == [99.0]
+def test_best_cell_of_table_counts_if_baselines_are_measured():
+    advice = advise(
+        Needs(scenario="task"), [make_cell("er", 70.0), make_cell("er", 90.0), make_cell("ewc", 99.0, joint=None)]
+    )
+    er, ewc = (next(entry for entry in advice if entry.name == name) for name in ("er", "ewc"))
+    assert [measured.mean for measured in er.measured] == [90.0]
+    assert ewc.closed_gap is None and [measured.mean for measured in ewc.measured] == [99.0]
 
 
-def test_a_method_of_ones_own():
-    class Mine(everlearn.Method):
+def test_user_defined_methods():
+    class WithoutTraits(everlearn.Method):
         pass
 
-    class Told(everlearn.Method):
+    class WithTraits(everlearn.Method):
         traits = everlearn.Traits(family="replay", pro="ours", con="new", step=1.0)
 
-    found = {a.name: a for a in advise(Needs(scenario="class"), methods={**METHODS, "mine": Mine, "told": Told})}
-    assert "no traits" in found["mine"].objections[0] and found["told"].fits
+    methods = {**METHODS, "without_traits": WithoutTraits, "with_traits": WithTraits}
+    advice = {entry.name: entry for entry in advise(Needs(scenario="class"), methods=methods)}
+    assert "no traits" in advice["without_traits"].objections[0] and advice["with_traits"].fits
 
 
-def test_how_many_examples_the_memory_holds():
+def test_number_of_examples_in_memory():
     needs = Needs(memory="2x", parameters=7840, inputs=784, tasks=2)
     assert example_capacity(needs, traits_of(METHODS["er"])) == 20
     assert example_capacity(needs, traits_of(METHODS["expandable"])) == 10, "an extractor takes one of the two copies"
-    assert (
-        example_capacity(needs, traits_of(METHODS["ewc"])) is None
-        and example_capacity(Needs(), traits_of(METHODS["er"])) is None
-    )
+    assert example_capacity(needs, traits_of(METHODS["ewc"])) is None
+    assert example_capacity(Needs(), traits_of(METHODS["er"])) is None
 
 
 @pytest.mark.parametrize(
@@ -138,58 +141,67 @@ def test_how_many_examples_the_memory_holds():
         ({"memory": "20MB"}, "number of parameters"),
     ],
 )
-def test_wrong_needs_are_refused(needs, message):
+def test_invalid_needs_are_refused(needs, message):
     with pytest.raises(ValueError, match=message):
         Needs(**needs)
 
 
-# The numbers
+# Recorded numbers.
 
 
-def test_numbers_are_those_of_the_recorded_results():
-    found = load_recorded()
-    assert {"T1", "T5"} <= {m.table for m in found}
-    for m in found:
-        kept = json.loads((ROOT / "docs/results" / f"{m.table}.json").read_text(encoding="utf-8"))[m.cell]
-        assert m.accuracies == tuple(run["accuracy"] for run in kept["runs"].values())
-        assert kept["options"]["scenario"] == m.scenario and kept["options"]["methods"] == m.method
+def test_numbers_equal_recorded_results():
+    measurements = load_recorded()
+    assert {"T1", "T5"} <= {measurement.table for measurement in measurements}
+    for measurement in measurements:
+        table = json.loads((ROOT / "docs/results" / f"{measurement.table}.json").read_text(encoding="utf-8"))
+        recorded = table[measurement.cell]
+        assert measurement.accuracies == tuple(run["accuracy"] for run in recorded["runs"].values())
+        assert recorded["options"]["scenario"] == measurement.scenario
+        assert recorded["options"]["methods"] == measurement.method
 
 
-def test_both_ends_are_of_the_same_table_and_scenario():
-    kept = json.loads((ROOT / "docs/results/T1.json").read_text(encoding="utf-8"))
-    mean = lambda name: fmean(run["accuracy"] for run in kept[name]["runs"].values())
-    (m,) = [m for m in load_recorded() if (m.table, m.cell) == ("T1", "EWC/domain")]
-    assert (m.finetune, m.joint) == (mean("None/domain"), mean("Offline/domain"))
+def test_baselines_are_of_same_table_and_scenario():
+    recorded = json.loads((ROOT / "docs/results/T1.json").read_text(encoding="utf-8"))
+    mean_accuracy = lambda name: fmean(run["accuracy"] for run in recorded[name]["runs"].values())
+    (measurement,) = [entry for entry in load_recorded() if (entry.table, entry.cell) == ("T1", "EWC/domain")]
+    assert (measurement.finetune, measurement.joint) == (mean_accuracy("None/domain"), mean_accuracy("Offline/domain"))
 
 
 @pytest.mark.parametrize("scenario", ["task", "domain", "class"])
-def test_weak_is_who_closes_less_than_a_quarter_of_the_gap_in_every_table(scenario):
-    for a in advise(Needs(scenario=scenario), load_recorded()):
-        gaps = [(m.mean - m.finetune, m.joint - m.finetune) for m in a.measured if None not in (m.finetune, m.joint)]
+def test_weak_methods_close_less_than_a_quarter_of_the_gap(scenario):
+    for entry in advise(Needs(scenario=scenario), load_recorded()):
+        gaps = [
+            (measurement.mean - measurement.finetune, measurement.joint - measurement.finetune)
+            for measurement in entry.measured
+            if None not in (measurement.finetune, measurement.joint)
+        ]
         if shares := [gained / possible for gained, possible in gaps if possible > 2]:
-            assert (max(shares) < 0.25) == (scenario in a.traits.weak), f"{a.name}: {shares}"
+            assert (max(shares) < 0.25) == (scenario in entry.traits.weak), f"{entry.name}: {shares}"
 
 
-def test_an_installed_package_has_the_numbers(tmp_path):
+def test_installed_package_has_recorded_results(tmp_path):
     config = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]["build"]["targets"]
     assert config["wheel"]["force-include"] == {"docs/results": "everlearn/experiments/results"}
-    assert "docs" in config["sdist"]["include"], "or a wheel made of it would lack them"
+    assert "docs" in config["sdist"]["include"], "a wheel that is built from the sdist needs them"
     shutil.copytree(ROOT / "src/everlearn", tmp_path / "everlearn")
     shutil.copytree(ROOT / "docs/results", tmp_path / "everlearn/experiments/results")
-    code = "from everlearn.experiments.recorded import load_recorded, results_folder; print(results_folder(), len(load_recorded()))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == [str(tmp_path / "everlearn/experiments/results"), str(len(load_recorded()))]
+    code = (
+        "from everlearn.experiments.recorded import load_recorded, results_folder; "
+        "print(results_folder(), len(load_recorded()))"
+    )
+    process = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert process.stdout.split() == [str(tmp_path / "everlearn/experiments/results"), str(len(load_recorded()))]
 
 
-# The command
+# The command line.
 
 
-def test_advice_on_the_command_line(capsys):
+def test_advice_on_command_line(capsys):
     assert start(["advise", "--scenario", "domain", "--keep-data", "no"]) == 0
     text = capsys.readouterr().out
     assert "Domain-incremental: the task is not known at test time" in text
     assert "Not given, and not taken into account: --grow, --labels, --boundaries" in " ".join(text.split())
-    best = next(a for a in advise(Needs(scenario="domain", keep_data=False), load_recorded()))
+    best = next(entry for entry in advise(Needs(scenario="domain", keep_data=False), load_recorded()))
     assert f"1. {best.name} ({best.method_class.__name__}): {100 * best.closed_gap:.0f} % of the gap" in text
     assert f"{best.measured[0].mean:.1f}" in text and best.measured[0].table in text
     assert "- mas (MAS)" in text and "not in a table" in text
@@ -197,16 +209,16 @@ def test_advice_on_the_command_line(capsys):
     assert all(f"\n  {name} " in misfit for name in REPLAY | ISOLATION | {"expandable", "finetune"})
 
 
-def test_numbers_stand_beside_the_reason_too(capsys):
+def test_objections_are_printed_with_numbers(capsys):
     assert start(["advise", "--scenario", "class"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    (ewc,) = [a for a in advise(Needs(scenario="class"), load_recorded()) if a.name == "ewc"]
+    (ewc,) = [entry for entry in advise(Needs(scenario="class"), load_recorded()) if entry.name == "ewc"]
     number = ewc.measured[0]
     assert f"{number.mean:.1f} % in {number.table}, fine-tuning {number.finetune:.1f} %" in text
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 120])
-def test_lines_are_as_wide_as_the_terminal(width, monkeypatch, capsys):
+def test_lines_fit_terminal_width(width, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", str(width))
     start(["advise", "--scenario", "task"])
     lines = capsys.readouterr().out.splitlines()
@@ -214,7 +226,7 @@ def test_lines_are_as_wide_as_the_terminal(width, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    "words",
+    "arguments",
     [
         ["--scenario", "class"],
         ["--scenario", "domain", "--boundaries", "no"],
@@ -222,17 +234,17 @@ def test_lines_are_as_wide_as_the_terminal(width, monkeypatch, capsys):
         ["--scenario", "task", "--keep-data", "no", "--memory", "0.5x"],
     ],
 )
-def test_what_is_proposed_runs(words, capsys):
-    start(["advise", *words])
+def test_proposed_commands_and_code_run(arguments, capsys):
+    start(["advise", *arguments])
     lines = capsys.readouterr().out.splitlines()
     (command,) = [line for line in lines if line.startswith("  everlearn run")]
     assert start([*command.split()[1:], "--dry-run"]) == 0
     code = "\n".join(line[2:] for line in lines if line.startswith(("  from ", "  stream = ", "  print(")))
-    exec(code.replace("epochs=10", "epochs=1"), {})  # noqa: S102 - our own lines
+    exec(code.replace("epochs=10", "epochs=1"), {})  # noqa: S102 - generated by this package
     assert "average accuracy" in capsys.readouterr().out
 
 
-def test_sizes_in_bytes_and_room_for_examples(capsys):
+def test_memory_in_bytes_and_number_of_examples(capsys):
     size = ["--memory", "20MB", "--parameters", "478410", "--inputs", "784"]
     assert start(["advise", "--scenario", "class", *size]) == 0
     text = " ".join(capsys.readouterr().out.split())
@@ -241,7 +253,7 @@ def test_sizes_in_bytes_and_room_for_examples(capsys):
     assert "stores about 2 copies of the model, 3.8 MB" in " ".join(capsys.readouterr().out.split())
 
 
-def test_where_nothing_fits_the_nearest_come_first(capsys):
+def test_closest_methods_come_first_if_none_fits(capsys):
     assert start(["advise", "--scenario", "class", "--keep-data", "no", "--time", "2"]) == 0
     text = capsys.readouterr().out
     assert "No method fits all constraints" in text and "everlearn run" not in text
@@ -250,7 +262,7 @@ def test_where_nothing_fits_the_nearest_come_first(capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         (["--scenario", "clas"], "scenario: got 'clas', allowed: 'task', 'domain' or 'class'"),
         (["--keep-data", "maybe"], "got 'maybe', allowed: 'yes' or 'no'"),
@@ -260,58 +272,59 @@ def test_where_nothing_fits_the_nearest_come_first(capsys):
         (["--memory", "20MB"], "give its number of parameters. On the command line: --parameters."),
     ],
 )
-def test_wrong_words_are_answered_with_exit_code_2(words, message, capsys):
-    assert start(["advise", *words]) == 2
+def test_invalid_arguments_exit_with_code_2(arguments, message, capsys):
+    assert start(["advise", *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error and error.startswith("everlearn: ") and "Traceback" not in error
 
 
 @pytest.fixture
 def terminal(monkeypatch):
-    """Somebody who answers; what was asked is noted."""
+    """Simulate a user who types replies; returns the prompts."""
 
-    def answering(*answers):
-        asked, left = [], iter(answers)
+    def type_replies(*replies):
+        prompts = []
+        remaining = iter(replies)
 
-        def answer(prompt):
-            asked.append(prompt)
+        def read_reply(prompt):
+            prompts.append(prompt)
             try:
-                said = next(left)
+                reply = next(remaining)
             except StopIteration:
                 raise EOFError from None
-            return said
+            return reply
 
-        monkeypatch.setattr(builtins, "input", answer)
+        monkeypatch.setattr(builtins, "input", read_reply)
         for stream in (sys.stdin, sys.stdout):
             monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
-        return asked
+        return prompts
 
-    return answering
+    return type_replies
 
 
-def test_on_a_terminal_the_open_questions_are_asked(terminal, capsys):
-    asked = terminal("class", "", "", "", "", "", "2x")
+def test_missing_options_are_asked_on_terminal(terminal, capsys):
+    prompts = terminal("class", "", "", "", "", "", "2x")
     assert start(["advise", "--keep-data", "no"]) == 0
     text = capsys.readouterr().out
-    assert "known about an example at test time" in asked[0] and "its task" in asked[0]
-    assert not any("examples of old tasks" in q for q in asked), "what is given is not asked"
-    assert not any("numbers does an example have" in q for q in asked), "it would change nothing"
+    assert "known about an example at test time" in prompts[0] and "its task" in prompts[0]
+    assert not any("examples of old tasks" in prompt for prompt in prompts), "given options are not asked"
+    assert not any("numbers does an example have" in prompt for prompt in prompts), "the reply would not matter"
     assert "Class-incremental" in text and "memory 2x" in text and "No method fits" in text
 
 
-def test_a_wrong_answer_is_asked_for_again(terminal, capsys):
-    asked = terminal("clas", "class", "perhaps", "YES")
+def test_invalid_reply_is_asked_again(terminal, capsys):
+    prompts = terminal("clas", "class", "perhaps", "YES")
     assert start(["advise"]) == 0
     text = capsys.readouterr().out
     assert "got 'clas', allowed: 'task', 'domain' or 'class'" in text and "allowed: 'yes' or 'no'" in text
-    assert asked[0] == asked[1] and asked[2] == asked[3] and "keep data yes" in text
+    assert prompts[0] == prompts[1] and prompts[2] == prompts[3] and "keep data yes" in text
 
 
-def test_the_size_of_the_model_is_asked_for_where_it_counts(terminal, capsys):
-    given = ["--scenario", "task", "--keep-data", "yes", "--grow", "no", "--labels", "yes", "--boundaries", "yes"]
-    asked = terminal("5", "3", "20MB", "1000000", "784")
-    assert start(["advise", *given]) == 0
-    assert [q.split("[")[0] for q in asked[-2:]] == [
+def test_model_size_is_asked_if_memory_is_in_bytes(terminal, capsys):
+    options = ["--scenario", "task", "--keep-data", "yes", "--grow", "no", "--labels", "yes", "--boundaries", "yes"]
+    prompts = terminal("5", "3", "20MB", "1000000", "784")
+    assert start(["advise", *options]) == 0
+    assert [prompt.split("[")[0] for prompt in prompts[-2:]] == [
         QUESTIONS["parameters"].split("[")[0],
         QUESTIONS["inputs"].split("[")[0],
     ]

@@ -1,4 +1,4 @@
-"""Published tables: their data, the verdicts, runs that go on, the page."""
+"""Published tables: cells, verdicts, recorded runs, the page of results, and executors."""
 
 import json
 import os
@@ -21,9 +21,9 @@ from everlearn.experiments.grid import GridRun, grid_runs
 from everlearn.experiments.published_tables import Cell
 from everlearn.tuning import WorkerLost
 
-TINY = """
+TINY_TABLE = """
 title = "Digits"
-source = "Nobody (2026)"
+source = "Author (2026)"
 protocol = "Two tasks."
 spread = "sem"
 runs = 4
@@ -42,7 +42,7 @@ name = "None"
 run = {{ methods = "finetune" }}
 [rows.cells]
 task = {{ published = {published}, spread = 1.0 }}
-class = {{ published = 99.9, known = "nobody reaches it" }}
+class = {{ published = 99.9, known = "cannot be reached" }}
 [[rows]]
 name = "Anchor"
 run = {{ methods = "l2", set = {{ "l2.strength" = {strength} }} }}
@@ -51,14 +51,14 @@ cells = {{ task = {{ published = 1.0 }} }}
 
 
 @pytest.fixture
-def tiny(tmp_path, monkeypatch):
-    """A table of our own, small enough to be run."""
+def write_tiny_table(tmp_path, monkeypatch):
+    """Write a table that is small enough to be run."""
     folder = tmp_path / "published"
     folder.mkdir()
     monkeypatch.setattr(published_tables, "FOLDER", folder)
 
     def write(published=90.0, strength=0.1):
-        (folder / "T0.toml").write_text(TINY.format(published=published, strength=strength))
+        (folder / "T0.toml").write_text(TINY_TABLE.format(published=published, strength=strength))
 
     write()
     return write
@@ -66,37 +66,40 @@ def tiny(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", published_tables.table_names())
 @pytest.mark.parametrize("quick", [False, True])
-def test_every_cell_of_every_table_can_be_planned(name, quick):
+def test_every_cell_of_every_table_is_one_run(name, quick):
     for cell in published_tables.select_cells(name, quick=quick):
         (run,) = grid_runs(cell.grid(1))
         assert run.joint or run.method is not None
         assert 0 < cell.published < 100 and cell.deviation >= 0
-    assert len({c.name for c in published_tables.select_cells(name)}) == len(published_tables.select_cells(name))
+    assert len({cell.name for cell in published_tables.select_cells(name)}) == len(published_tables.select_cells(name))
 
 
 @pytest.mark.parametrize(
-    ("ours", "verdict"),
+    ("accuracies", "verdict"),
     [([90.0], "within"), ([88.5], "within"), ([88.4], "miss"), ([91.6], "above"), ([86.0, 94.0], "within")],
 )
-def test_the_verdict_is_of_the_mean(ours, verdict):
-    assert Cell("T", "r", "c", 90.0, 0.5, {}, "").verdict(ours) == verdict
+def test_verdict_is_of_mean_accuracy(accuracies, verdict):
+    assert Cell("T", "r", "c", 90.0, 0.5, {}, "").verdict(accuracies) == verdict
 
 
 @pytest.mark.parametrize(
     ("name", "row", "steps"), [("T1", "Offline", 2000), ("T2", "Offline", 5000), ("T4", "Joint", 2000)]
 )
-def test_joint_rows_take_the_steps_of_all_tasks_as_published(name, row, steps):
-    chosen = published_tables.select_cells(name, f"{row}/*")
-    assert len(chosen) == 3 and all(c.options["iterations"] == steps for c in chosen)
+def test_joint_rows_take_published_number_of_steps(name, row, steps):
+    cells = published_tables.select_cells(name, f"{row}/*")
+    assert len(cells) == 3 and all(cell.options["iterations"] == steps for cell in cells)
     record = Path(__file__).parents[2] / "docs" / "results" / f"{name}.json"
-    kept = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
-    assert all(len(reproduce.recorded_runs(c, kept)) == 3 for c in chosen) or not kept, "the record is of this protocol"
+    recorded = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
+    assert all(len(reproduce.recorded_runs(cell, recorded)) == 3 for cell in cells) or not recorded, (
+        "recorded runs are of this protocol"
+    )
 
 
-def test_a_dry_run_prints_commands_that_are_understood(tiny, tmp_path, capsys):
+def test_dry_run_prints_valid_commands(write_tiny_table, tmp_path, capsys):
     assert start(["reproduce", "T0", "--dry-run", "--out", str(tmp_path / "x")]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert not (tmp_path / "x").exists() and [line.split(": ")[0] for line in lines] == [
+    assert not (tmp_path / "x").exists()
+    assert [line.split(": ")[0] for line in lines] == [
         "None/task",
         "None/class",
         "Anchor/task",
@@ -106,15 +109,15 @@ def test_a_dry_run_prints_commands_that_are_understood(tiny, tmp_path, capsys):
     assert "L2, seed 2" in capsys.readouterr().out
 
 
-def test_the_tolerance_is_two_deviations_of_single_runs(tiny):
+def test_tolerance_is_two_standard_deviations_of_runs(write_tiny_table):
     cell, *_ = published_tables.select_cells("T0")
     assert (cell.deviation, cell.tolerance) == (2.0, 4.0)  # a standard error of 1 over 4 runs
     assert published_tables.select_cells("T0")[-1].tolerance == 1.5
 
 
-def test_cells_are_chosen_by_pattern(tiny):
-    assert [c.name for c in published_tables.select_cells("t0", "none/*")] == ["None/task", "None/class"]
-    assert [c.name for c in published_tables.select_cells("T0", "*/class, anchor/task")] == [
+def test_cells_are_selected_by_pattern(write_tiny_table):
+    assert [cell.name for cell in published_tables.select_cells("t0", "none/*")] == ["None/task", "None/class"]
+    assert [cell.name for cell in published_tables.select_cells("T0", "*/class, anchor/task")] == [
         "None/class",
         "Anchor/task",
     ]
@@ -126,43 +129,46 @@ def test_cells_are_chosen_by_pattern(tiny):
         published_tables.select_cells("T99")
 
 
-def test_both_numbers_stand_side_by_side(tiny, tmp_path, capsys):
-    words = ["reproduce", "T0", "--seeds", "2", "--out", str(tmp_path / "runs"), "--record", str(tmp_path / "results")]
-    assert start(words) == 0
+def test_results_are_compared_and_recorded(write_tiny_table, tmp_path, capsys):
+    folders = ["--out", str(tmp_path / "runs"), "--record", str(tmp_path / "results")]
+    arguments = ["reproduce", "T0", "--seeds", "2", *folders]
+    assert start(arguments) == 0
     text = capsys.readouterr().out
-    assert "T0: Digits (Nobody (2026))" in text
+    assert "T0: Digits (Author (2026))" in text
     lines = {line.split()[0]: line for line in text.splitlines() if "/" in line}
     assert lines["None/class"].endswith("miss") and lines["Anchor/task"].endswith("above")
     assert "1 above" in text and "0 not run; 3 with fewer than 3 seeds." in text
-    found = results.load(tmp_path / "runs")
-    assert len(found) == 6
-    kept = json.loads((tmp_path / "results" / "T0.json").read_text())
-    mine = [
-        100 * r.average_accuracy for r in found if r.config["method"] == "finetune" and r.config["scenario"] == "task"
+    loaded_results = results.load(tmp_path / "runs")
+    assert len(loaded_results) == 6
+    recorded = json.loads((tmp_path / "results" / "T0.json").read_text())
+    accuracies = [
+        100 * result.average_accuracy
+        for result in loaded_results
+        if result.config["method"] == "finetune" and result.config["scenario"] == "task"
     ]
-    assert sorted(run["accuracy"] for run in kept["None/task"]["runs"].values()) == sorted(mine)
+    assert sorted(run["accuracy"] for run in recorded["None/task"]["runs"].values()) == sorted(accuracies)
     page = (tmp_path / "results.md").read_text()
-    assert (
-        "| None/class | 99.9 |" in page
-        and "- **None/class**: nobody reaches it" in page
-        and "6 runs, by commit" in page.replace("\n", " ")
-    )
-    times = {p: p.stat().st_mtime_ns for p in results.result_files(tmp_path / "runs")}
-    assert start(words) == 0
-    assert times == {p: p.stat().st_mtime_ns for p in results.result_files(tmp_path / "runs")}  # nothing done again
+    assert "| None/class | 99.9 |" in page
+    assert "- **None/class**: cannot be reached" in page
+    assert "6 runs, by commit" in page.replace("\n", " ")
+    times = {path: path.stat().st_mtime_ns for path in results.result_files(tmp_path / "runs")}
+    assert start(arguments) == 0
+    # Finished runs are skipped.
+    assert times == {path: path.stat().st_mtime_ns for path in results.result_files(tmp_path / "runs")}
 
 
-def test_what_another_protocol_gave_is_dropped_and_what_others_gave_is_kept(tiny, tmp_path, capsys):
-    where = ["--out", str(tmp_path / "runs"), "--record", str(tmp_path / "results")]
-    start(["reproduce", "T0", "--seeds", "2", *where])
-    tiny(strength=5.0)
-    start(["reproduce", "T0", "--cells", "anchor/*", "--seeds", "1", *where])
-    kept = json.loads((tmp_path / "results" / "T0.json").read_text())
-    assert list(kept["Anchor/task"]["runs"]) == ["0"] and kept["Anchor/task"]["options"]["set"]["l2.strength"] == 5.0
-    assert list(kept["None/task"]["runs"]) == ["0", "1"]
+def test_recorded_runs_of_other_protocol_are_dropped(write_tiny_table, tmp_path, capsys):
+    folders = ["--out", str(tmp_path / "runs"), "--record", str(tmp_path / "results")]
+    start(["reproduce", "T0", "--seeds", "2", *folders])
+    write_tiny_table(strength=5.0)
+    start(["reproduce", "T0", "--cells", "anchor/*", "--seeds", "1", *folders])
+    recorded = json.loads((tmp_path / "results" / "T0.json").read_text())
+    assert list(recorded["Anchor/task"]["runs"]) == ["0"]
+    assert recorded["Anchor/task"]["options"]["set"]["l2.strength"] == 5.0
+    assert list(recorded["None/task"]["runs"]) == ["0", "1"]
 
 
-def test_quick_is_not_the_protocol(tiny, tmp_path, capsys):
+def test_quick_runs_are_not_compared(write_tiny_table, tmp_path, capsys):
     assert start(["reproduce", "T0", "--quick", "--out", str(tmp_path)]) == 0
     text = capsys.readouterr().out
     assert "not the protocol" in text and "within" not in text
@@ -170,45 +176,45 @@ def test_quick_is_not_the_protocol(tiny, tmp_path, capsys):
     assert "--quick is not the protocol" in capsys.readouterr().err
 
 
-def test_a_run_that_fails_leaves_the_others(tiny, tmp_path, capsys, monkeypatch):
+def test_failed_run_does_not_stop_others(write_tiny_table, tmp_path, capsys, monkeypatch):
     run = GridRun.run
 
-    def fail(cell, force):
-        if cell.scenario == "class":
+    def fail(grid_run, force):
+        if grid_run.scenario == "class":
             raise FloatingPointError("the loss is nan")
-        return run(cell, force)
+        return run(grid_run, force)
 
     monkeypatch.setattr(GridRun, "run", fail)
     assert start(["reproduce", "T0", "--seeds", "1", "--out", str(tmp_path)]) == 1
-    out, err = capsys.readouterr()
-    assert "None/class, seed 0 failed: the loss is nan" in err and "1 not run" in out
+    output, error = capsys.readouterr()
+    assert "None/class, seed 0 failed: the loss is nan" in error and "1 not run" in output
 
 
-def test_the_page_leaves_out_what_another_protocol_gave(tiny, tmp_path, capsys):
+def test_page_omits_runs_of_other_protocol(write_tiny_table, tmp_path, capsys):
     start(["reproduce", "T0", "--seeds", "1", "--out", str(tmp_path / "runs"), "--record", str(tmp_path / "results")])
     assert "| Anchor/task | 1.0 | – | 0 |" not in (tmp_path / "results.md").read_text()
-    tiny(strength=5.0)
+    write_tiny_table(strength=5.0)
     assert "| Anchor/task | 1.0 | – | 0 |" in reproduce.page(tmp_path / "results").read_text()
 
 
-def test_forced_runs_are_done_again(tiny, tmp_path, capsys):
-    words = ["reproduce", "T0", "--cells", "none/task", "--seeds", "1", "--out", str(tmp_path)]
-    start(words)
+def test_force_repeats_runs(write_tiny_table, tmp_path, capsys):
+    arguments = ["reproduce", "T0", "--cells", "none/task", "--seeds", "1", "--out", str(tmp_path)]
+    start(arguments)
     (path,) = results.result_files(tmp_path)
-    before = path.stat().st_mtime_ns
-    start([*words, "--force"])
-    assert path.stat().st_mtime_ns > before
+    time_before = path.stat().st_mtime_ns
+    start([*arguments, "--force"])
+    assert path.stat().st_mtime_ns > time_before
 
 
-def test_cells_of_all_tables_are_chosen_alike(tiny, capsys):
+def test_cells_of_all_tables_are_selected_by_pattern(write_tiny_table, capsys):
     assert start(["reproduce", "all", "--cells", "none/class", "--dry-run"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 1
-    for nothing in ("", "no/such"):
-        assert start(["reproduce", "all", "--cells", nothing, "--dry-run"]) == 2
+    for pattern in ("", "no/such"):
+        assert start(["reproduce", "all", "--cells", pattern, "--dry-run"]) == 2
     assert "No cell of any table" in capsys.readouterr().err
 
 
-RECORD = """
+RECORD_SCRIPT = """
 import sys
 from pathlib import Path
 from everlearn.experiments import reproduce
@@ -221,29 +227,29 @@ for seed in range(20):
 
 
 @pytest.mark.slow
-def test_two_commands_at_once_keep_each_others_records(tmp_path):
-    both = [subprocess.Popen([sys.executable, "-c", RECORD, str(tmp_path), row]) for row in ("A", "B")]
-    assert [p.wait(120) for p in both] == [0, 0]
-    kept = json.loads((tmp_path / "T0.json").read_text())
-    assert {name: list(cell["runs"]) for name, cell in kept.items()} == {
-        name: [str(s) for s in range(20)] for name in ("A/task", "B/task")
+def test_concurrent_commands_keep_all_records(tmp_path):
+    processes = [subprocess.Popen([sys.executable, "-c", RECORD_SCRIPT, str(tmp_path), row]) for row in ("A", "B")]
+    assert [process.wait(120) for process in processes] == [0, 0]
+    recorded = json.loads((tmp_path / "T0.json").read_text())
+    assert {name: list(cell["runs"]) for name, cell in recorded.items()} == {
+        name: [str(seed) for seed in range(20)] for name in ("A/task", "B/task")
     }
-    assert [p.name for p in tmp_path.iterdir()] == ["T0.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["T0.json"]
 
 
 @dataclass(frozen=True)
-class Slow:
-    """A run that takes a while, and leaves a file when it has ended."""
+class SlowRun:
+    """A run that takes a while, writes a file at its start and end, and may kill its process."""
 
     name: str
     folder: Path
-    dies: int = 0  # so many times
+    num_deaths: int = 0  # how often its process is killed
 
     def run(self, force):
-        begun = self.folder / f"began {self.name}"
-        times = len(begun.read_text()) if begun.exists() else 0
-        begun.write_text("x" * (times + 1))
-        if times < self.dies:
+        begin_file = self.folder / f"began {self.name}"
+        num_begun = len(begin_file.read_text()) if begin_file.exists() else 0
+        begin_file.write_text("x" * (num_begun + 1))
+        if num_begun < self.num_deaths:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(0.3)
         (self.folder / f"ended {self.name}").touch()
@@ -251,16 +257,16 @@ class Slow:
 
 
 @pytest.mark.slow
-def test_who_stops_listening_stops_the_runs(tmp_path):
-    for _ in outcomes([Slow(str(i), tmp_path) for i in range(8)], workers=2, threads=1):
+def test_closing_iterator_stops_runs(tmp_path):
+    for _ in outcomes([SlowRun(str(i), tmp_path) for i in range(8)], workers=2, threads=1):
         break
     time.sleep(1)
-    assert len(list(tmp_path.glob("began *"))) <= 4  # the two that were going on, and at most two more
+    assert len(list(tmp_path.glob("began *"))) <= 4  # two that were running, and at most two more
 
 
 @dataclass(frozen=True)
-class Endless:
-    """A run that nobody waits for."""
+class EndlessRun:
+    """A run that does not end."""
 
     folder: Path
 
@@ -269,61 +275,67 @@ class Endless:
         time.sleep(600)
 
 
-def test_workers_end_with_their_command(tmp_path, check_workers_end):
+def test_worker_processes_end_with_parent(tmp_path, check_workers_end):
     code = (
-        "from pathlib import Path; from tests.experiments.test_reproduce import Endless, outcomes; "
-        f"list(outcomes([Endless(Path({str(tmp_path)!r}))] * 3, workers=2, threads=1))"
+        "from pathlib import Path; from tests.experiments.test_reproduce import EndlessRun, outcomes; "
+        f"list(outcomes([EndlessRun(Path({str(tmp_path)!r}))] * 3, workers=2, threads=1))"
     )
 
-    def command():  # in a process that has started none yet
+    def command():  # a new process that has not started workers
         os.chdir(Path(__file__).parents[2])
         os.execv(sys.executable, [sys.executable, "-c", code])
 
     assert check_workers_end(command)
 
 
-def test_a_worker_that_dies_costs_its_own_run_alone(tmp_path):
-    todo = [Slow("a", tmp_path, dies=9), Slow("b", tmp_path), Slow("c", tmp_path, dies=1), Slow("d", tmp_path)]
-    ended = dict(outcomes(todo, workers=2, threads=1))
-    lost = ended.pop(0)
+def test_dead_worker_loses_only_its_run(tmp_path):
+    runs = [
+        SlowRun("a", tmp_path, num_deaths=9),
+        SlowRun("b", tmp_path),
+        SlowRun("c", tmp_path, num_deaths=1),
+        SlowRun("d", tmp_path),
+    ]
+    run_outcomes = dict(outcomes(runs, workers=2, threads=1))
+    lost = run_outcomes.pop(0)
     assert isinstance(lost, WorkerLost) and "died 3 times" in str(lost)
-    assert ended == {1: "b", 2: "c", 3: "d"}
+    assert run_outcomes == {1: "b", 2: "c", 3: "d"}
     assert (tmp_path / "began c").read_text() == "xx" and (tmp_path / "began b").read_text() == "x"
 
 
 @pytest.mark.parametrize("cluster", [None, "ray", "slurm"])
-def test_of_no_runs_nothing_comes(cluster):
+def test_no_runs_give_no_outcomes(cluster):
     assert list(outcomes([], 2, 1, cluster=cluster)) == []
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of ray
 @pytest.mark.enable_socket
-def test_ray_tells_a_lost_machine_from_an_error_of_the_run():
+def test_ray_distinguishes_lost_worker_from_error():
     ray = pytest.importorskip("ray")
 
-    class Run:  # in here it is sent whole, to processes that know no tests
+    class Run:  # pickled by value, as worker processes cannot import tests
         grid = SimpleNamespace(device="cpu")
 
-        def __init__(self, dies):
-            self.dies = dies
+        def __init__(self, is_killed):
+            self.is_killed = is_killed
 
         def run(self, force):
-            if self.dies:
+            if self.is_killed:
                 os.kill(os.getpid(), signal.SIGKILL)
             raise KeyError("head")
 
     try:
-        ended = dict(outcomes([Run(True), Run(False)], 2, 1, cluster="ray"))
+        run_outcomes = dict(outcomes([Run(True), Run(False)], 2, 1, cluster="ray"))
     finally:
         ray.shutdown()
-    assert [type(ended[i]) for i in range(2)] == [WorkerLost, RuntimeError]
-    assert all("its job has failed" in str(outcome) for outcome in ended.values()) and "head" in str(ended[1])
+    assert [type(run_outcomes[i]) for i in range(2)] == [WorkerLost, RuntimeError]
+    assert all("its job has failed" in str(outcome) for outcome in run_outcomes.values())
+    assert "head" in str(run_outcomes[1])
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_slurm_tells_a_lost_machine_from_an_error_of_the_run(tmp_path, monkeypatch):
+def test_slurm_distinguishes_lost_worker_from_error(tmp_path, monkeypatch):
     pytest.importorskip("submitit")
     monkeypatch.setattr("everlearn.experiments.executors.shutil.which", lambda name: "srun")
     monkeypatch.setattr("submitit.slurm.slurm.SlurmExecutor.affinity", classmethod(lambda cls: -1))
@@ -331,64 +343,64 @@ def test_slurm_tells_a_lost_machine_from_an_error_of_the_run(tmp_path, monkeypat
     class Run:
         grid = SimpleNamespace(device="cpu", out=tmp_path, time_limit=1, partition=None)
 
-        def __init__(self, dies):
-            self.dies = dies
+        def __init__(self, is_killed):
+            self.is_killed = is_killed
 
         def run(self, force):
-            if self.dies:
+            if self.is_killed:
                 os.kill(os.getpid(), signal.SIGKILL)
             raise KeyError("head")
 
-    ended = dict(outcomes([Run(True), Run(False)], 2, 1, cluster="slurm"))
-    assert [type(ended[i]) for i in range(2)] == [WorkerLost, RuntimeError]
+    run_outcomes = dict(outcomes([Run(True), Run(False)], 2, 1, cluster="slurm"))
+    assert [type(run_outcomes[i]) for i in range(2)] == [WorkerLost, RuntimeError]
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of ray
 @pytest.mark.enable_socket
-def test_a_ray_cluster_gives_what_one_process_gives(tmp_path):
+def test_ray_cluster_equals_one_process(tmp_path):
     ray = pytest.importorskip("ray")
-    words = ["--methods", "finetune,er", "--tasks", "2", "--epochs", "1", "--hidden", "16", "--threads", "1"]
-    assert start(["run", *words, "--out", str(tmp_path / "here")]) == 0
+    arguments = ["--methods", "finetune,er", "--tasks", "2", "--epochs", "1", "--hidden", "16", "--threads", "1"]
+    assert start(["run", *arguments, "--out", str(tmp_path / "local")]) == 0
     try:
-        assert start(["run", *words, "--cluster", "ray", "--out", str(tmp_path / "there")]) == 0
+        assert start(["run", *arguments, "--cluster", "ray", "--out", str(tmp_path / "remote")]) == 0
     finally:
         ray.shutdown()
-    one, two = (results.load(tmp_path / place) for place in ("here", "there"))
-    assert [r.config for r in one] == [r.config for r in two]
-    assert all((a.accuracy == b.accuracy).all() for a, b in zip(one, two, strict=True))
+    local, remote = (results.load(tmp_path / name) for name in ("local", "remote"))
+    assert [result.config for result in local] == [result.config for result in remote]
+    assert all((a.accuracy == b.accuracy).all() for a, b in zip(local, remote, strict=True))
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_slurm_jobs_give_what_one_process_gives(tmp_path, monkeypatch, capsys):
+def test_slurm_jobs_run(tmp_path, monkeypatch, capsys):
     pytest.importorskip("submitit")
-    words = ["run", "--methods", "finetune", "--tasks", "2", "--epochs", "1", "--hidden", "16", "--threads", "1"]
+    arguments = ["run", "--methods", "finetune", "--tasks", "2", "--epochs", "1", "--hidden", "16", "--threads", "1"]
     monkeypatch.setattr("shutil.which", lambda name: None)
-    assert start([*words, "--cluster", "slurm", "--out", str(tmp_path)]) == 2
+    assert start([*arguments, "--cluster", "slurm", "--out", str(tmp_path)]) == 2
     assert "there is no Slurm here" in capsys.readouterr().err
-    monkeypatch.setattr(
-        "everlearn.experiments.executors.shutil.which", lambda name: "srun"
-    )  # submitit itself then finds none, and starts a process
+    # Submitit itself then finds no Slurm, and starts a local process.
+    monkeypatch.setattr("everlearn.experiments.executors.shutil.which", lambda name: "srun")
     monkeypatch.setattr("submitit.slurm.slurm.SlurmExecutor.affinity", classmethod(lambda cls: -1))
-    assert start([*words, "--cluster", "slurm", "--out", str(tmp_path)]) == 0
+    assert start([*arguments, "--cluster", "slurm", "--out", str(tmp_path)]) == 0
     assert len(results.load(tmp_path)) == 1
 
 
-def test_workers_give_what_one_process_gives(tmp_path):
-    words = ["--methods", "finetune,er", "--tasks", "2", "--epochs", "1", "--hidden", "16", "--threads", "1"]
+def test_workers_equal_one_process(tmp_path):
+    arguments = ["--methods", "finetune,er", "--tasks", "2", "--epochs", "1", "--hidden", "16", "--threads", "1"]
     for workers in ("1", "2"):
-        assert start(["run", *words, "--workers", workers, "--out", str(tmp_path / workers)]) == 0
-    one, two = (results.load(tmp_path / workers) for workers in "12")
-    assert [r.config for r in one] == [r.config for r in two]
-    assert all((a.accuracy == b.accuracy).all() for a, b in zip(one, two, strict=True))
+        assert start(["run", *arguments, "--workers", workers, "--out", str(tmp_path / workers)]) == 0
+    local, parallel = (results.load(tmp_path / workers) for workers in "12")
+    assert [result.config for result in local] == [result.config for result in parallel]
+    assert all((a.accuracy == b.accuracy).all() for a, b in zip(local, parallel, strict=True))
 
 
-def test_foreseen_classes_may_be_named_from_the_start():
+def test_all_classes_are_allowed_from_first_task():
     stream = streams.digits(scenario="class")
-    foreseen = stream.with_all_classes()
+    with_all_classes = stream.with_all_classes()
     assert stream[0].allowed.sum(1).tolist() == [2] * 5 and stream.settings.get("all_classes") is None
-    assert all(t.allowed.all() for t in foreseen) and foreseen.test_tasks is foreseen.tasks
-    task = streams.digits(scenario="task")
-    assert all((a.allowed == b.allowed).all() for a, b in zip(task, task.with_all_classes(), strict=True))
+    assert all(task.allowed.all() for task in with_all_classes)
+    assert with_all_classes.test_tasks is with_all_classes.tasks
+    task_stream = streams.digits(scenario="task")
+    assert all((a.allowed == b.allowed).all() for a, b in zip(task_stream, task_stream.with_all_classes(), strict=True))
     assert streams.digits(scenario="domain").with_all_classes()[0].allowed is None

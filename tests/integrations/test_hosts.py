@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.core.test_attachment import METHODS, all_data, net, tasks, train, weights  # noqa: F401 - tasks is a fixture
+from tests.core.test_attachment import METHODS, as_task, net, tasks, train  # noqa: F401 - tasks is a fixture
+from tests.helpers import state_vector
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # warnings of the hosts
@@ -30,7 +31,7 @@ def test_hosts_equal_a_plain_loop(name, host, tasks):  # noqa: F811
     model = net()
     for number, task in enumerate(tasks):
         torch.manual_seed(number)
-        method.begin_task(model, all_data(task))
+        method.begin_task(model, as_task(task))
         parameters = [*model.parameters(), *method.parameters()]
         wrapped, optimizer = setup(model, torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.01))
         with method.attach(model, optimizer) as attached:
@@ -41,6 +42,6 @@ def test_hosts_equal_a_plain_loop(name, host, tasks):  # noqa: F811
                     optimizer.zero_grad()
                     backward(loss)
                     optimizer.step()
-        method.end_task(model, all_data(task))
+        method.end_task(model, as_task(task))
     expected = train(METHODS[name](), net(), tasks, attach=False)
-    torch.testing.assert_close(weights(model), expected, rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close(state_vector(model), expected, rtol=1e-7, atol=1e-9)

@@ -5,6 +5,7 @@ import torch
 
 from everlearn import DER, ER, EWC, HAT, L2, MAS, SI, Batch, Categorical, DERpp, Gaussian, LwF, Method, PackNet
 from everlearn.core.task import as_task
+from tests.helpers import parameter_vector
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.filterwarnings("ignore")]  # warnings of transformers
@@ -82,7 +83,7 @@ def train_with_trainer(method, tasks, model, folder, trainer_class=InOrder, like
     for task in tasks:
         callback = Continual(method, likelihood=likelihood)
         trainer_class(model, arguments(folder, **settings), train_dataset=task, callbacks=[callback]).train()
-    return weights(model)
+    return parameter_vector(model)
 
 
 def batches(task, size=8):
@@ -122,11 +123,7 @@ def train_with_loop(method, tasks, model, likelihood=None, parts=1, factor=1.0, 
                     method.after_step(wrapped)
                     optimizer.zero_grad()
         method.end_task(wrapped, planned)
-    return weights(model)
-
-
-def weights(model):
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
+    return parameter_vector(model)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -253,7 +250,7 @@ def test_bfloat16_is_close(name, tasks, tmp_path):
         train_with_trainer(METHODS[name](), tasks, tiny().float(), tmp_path, learning_rate=1e-4, bf16=bf16)
         for bf16 in (False, True)
     )
-    moved = (exact - weights(tiny().float())).norm()
+    moved = (exact - parameter_vector(tiny().float())).norm()
     assert 0 < (rounded - exact).norm() < 0.5 * moved
 
 
@@ -291,7 +288,7 @@ def test_a_resumed_training_equals_an_uninterrupted_one(name, tasks, tmp_path):
         callbacks=[Continual(resumed_method)],
     )
     trainer.train(resume_from_checkpoint=str(tmp_path / "half" / "checkpoint-5"))
-    torch.testing.assert_close(weights(resumed_model), expected, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(parameter_vector(resumed_model), expected, rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize("make", [Method, lambda: EWC(50.0, labels="true"), lambda: ER(30), lambda: DERpp(30)])
@@ -377,7 +374,7 @@ def test_a_custom_loop_accepts_loaders_of_dicts(name, tasks):
                 optimizer.step()
                 method.after_step(model)
             method.end_task(model, loader)
-        final_weights.append(weights(bert))
+        final_weights.append(parameter_vector(bert))
     torch.testing.assert_close(*final_weights)
 
 

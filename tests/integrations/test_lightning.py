@@ -23,6 +23,7 @@ from everlearn import (
     streams,
 )
 from everlearn.core.task import as_task
+from tests.helpers import parameter_vector
 
 L = pytest.importorskip("lightning.pytorch")
 pytestmark = [
@@ -101,11 +102,7 @@ def train_with_loop(method, tasks, model, clip=1e9):
                 optimizer.step()
                 method.after_step(model)
         method.end_task(model, planned)
-    return weights(model)
-
-
-def weights(model):
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
+    return parameter_vector(model)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -117,7 +114,7 @@ def test_lightning_equals_a_plain_loop(name, tasks):
     for task in tasks:
         trainer(Continual(method)).fit(module, task)
     expected = train_with_loop(METHODS[name](), tasks, Module())
-    torch.testing.assert_close(weights(module), expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(parameter_vector(module), expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["ewc", "si", "lwf", "er", "hat"])
@@ -129,7 +126,7 @@ def test_lightning_clips_the_gradient_of_the_total_loss(name, tasks):
     for task in tasks:
         trainer(Continual(method), gradient_clip_val=0.01).fit(module, task)
     expected = train_with_loop(METHODS[name](), tasks, Module(), 0.01)
-    torch.testing.assert_close(weights(module), expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(parameter_vector(module), expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["ewc", "si", "lwf"])
@@ -142,7 +139,7 @@ def test_accumulated_micro_batches_equal_full_batches(name, tasks):
     for task in halves:
         trainer(Continual(method), accumulate_grad_batches=2).fit(module, task)
     expected = train_with_loop(METHODS[name](), tasks, Module())
-    torch.testing.assert_close(weights(module), expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(parameter_vector(module), expected, rtol=1e-4, atol=1e-6)
 
 
 class SGDModule(Module):
@@ -175,7 +172,7 @@ def test_an_incomplete_accumulation_window_is_scaled_like_lightning_does(name, t
                     expected_method.after_step(model)
                     optimizer.zero_grad()
         expected_method.end_task(model, as_task(task))
-    torch.testing.assert_close(weights(module), weights(model), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(parameter_vector(module), parameter_vector(model), rtol=1e-4, atol=1e-6)
 
 
 def test_importances_use_the_transferred_batches(tasks):
@@ -208,8 +205,8 @@ def test_other_precisions_are_close(name, precision, tasks):
         module = SGDModule()
         for task in tasks:
             trainer(Continual(method), precision=setting).fit(module, task)
-        final_weights.append(weights(module).double())
-    distance = (final_weights[0] - weights(SGDModule()).double()).norm()
+        final_weights.append(parameter_vector(module).double())
+    distance = (final_weights[0] - parameter_vector(SGDModule()).double()).norm()
     assert 0 < (final_weights[1] - final_weights[0]).norm() < 0.1 * distance
 
 
@@ -232,7 +229,7 @@ def test_the_likelihood_of_the_task_is_used_in_every_step(tasks):
             else:
                 callback = Continual(method, likelihood=Gaussian())
             trainer(callback).fit(module, loader)
-        final_weights.append(weights(module))
+        final_weights.append(parameter_vector(module))
     assert torch.equal(*final_weights)
 
 
@@ -244,7 +241,9 @@ def test_a_submodule_can_be_named(tasks):
     for task in tasks:
         trainer(Continual(method, model="net")).fit(module, task)
     assert all(name[0].isdigit() for name in method.quadratic.anchor)
-    torch.testing.assert_close(weights(module), train_with_loop(EWC(50.0), tasks, Module()), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        parameter_vector(module), train_with_loop(EWC(50.0), tasks, Module()), rtol=1e-4, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("name", ["ewc", "si", "der", "lwf", "packnet", "hat", "generative"])
@@ -270,7 +269,7 @@ def test_a_resumed_fit_equals_an_uninterrupted_one(name, tasks, tmp_path):
     trainer(Continual(resumed_method)).fit(
         resumed_module, tasks[1], ckpt_path=tmp_path / "half.ckpt", weights_only=False
     )
-    torch.testing.assert_close(weights(resumed_module), expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(parameter_vector(resumed_module), expected, rtol=1e-4, atol=1e-6)
 
 
 def test_a_fit_that_fails_early_restores_the_module(tasks):

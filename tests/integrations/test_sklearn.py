@@ -15,6 +15,7 @@ from everlearn import ER, EWC, METHODS, Method, Task, allowed_classes, nets, str
 from everlearn.integrations.sklearn import ContinualClassifier
 from everlearn.runtime.randomness import derive, seeded
 from everlearn.surgery.heads import grow_output
+from tests.helpers import state_vector
 
 
 def small(inputs, outputs):
@@ -35,10 +36,6 @@ def digits(*classes, limit=120):
     return x[selected].flatten(1)[:limit].numpy(), y[selected][:limit].numpy()
 
 
-def weights(model):
-    return torch.cat([v.flatten().float() for v in model.state_dict().values()])
-
-
 def classifier(method=None, **options):
     return ContinualClassifier(**{"model": small, "method": method, "epochs": 2, "batch_size": 16, **options})
 
@@ -57,7 +54,7 @@ def test_training_equals_the_trainer(name, make):
     for call, (x, y) in enumerate(parts):
         with seeded(derive(0, "partial_fit", call + 1)):
             everlearn.train(model, method, Task((x, y), id=call), epochs=2, batch_size=16)
-    assert torch.equal(weights(ours.model_), weights(model))
+    assert torch.equal(state_vector(ours.model_), state_vector(model))
     x = torch.from_numpy(parts[2][0])
     assert np.array_equal(ours.predict(parts[2][0]), method.predict(model, x).argmax(1).numpy())
 
@@ -76,7 +73,7 @@ def test_numbered_tasks_equal_the_task_incremental_trainer(name):
         with seeded(derive(0, "partial_fit", number + 1)):
             task = Task((x, y), id=number, allowed=allowed if number else allowed[:1, :2], known_at_test=True)
             everlearn.train(model, method, task, epochs=2, batch_size=16)
-    assert torch.equal(weights(ours.model_), weights(model))
+    assert torch.equal(state_vector(ours.model_), state_vector(model))
     for task, (x, y) in enumerate(parts):
         assert set(ours.predict(x, task)) <= {2 * task, 2 * task + 1}
         assert ours.predict_proba(x, task)[:, [2 - 2 * task, 3 - 2 * task]].max() == 0
@@ -97,7 +94,7 @@ def test_parts_of_a_task_have_different_orders_of_examples():
     for part in (0, 1):
         task = Task((x, y), id=0, part=part, allowed=torch.ones(1, 2, dtype=torch.bool))
         everlearn.train(model, Method(), task, epochs=2, batch_size=16)
-    assert torch.equal(weights(ours.model_), weights(model))
+    assert torch.equal(state_vector(ours.model_), state_vector(model))
 
 
 def test_new_classes_widen_the_output():
@@ -119,7 +116,7 @@ def test_new_classes_widen_the_output():
     with seeded(derive(0, "partial_fit", 2)):
         grow_output(model, 4)
         everlearn.train(model, manual.method_, Task((second[0], y), id=1), epochs=8, batch_size=16)
-    assert torch.equal(weights(model), weights(ours.model_))
+    assert torch.equal(state_vector(model), state_vector(ours.model_))
 
 
 def test_strings_and_other_labels():
@@ -139,9 +136,9 @@ def test_strings_and_other_labels():
 def test_a_module_is_copied_and_may_have_unused_outputs():
     x, y = digits(0, 1)
     module = small((64,), 9)
-    initial_weights = weights(module).clone()
+    initial_weights = state_vector(module).clone()
     ours = classifier(model=module).partial_fit(x, y)
-    assert torch.equal(weights(module), initial_weights) and ours.predict_proba(x).shape == (len(x), 2)
+    assert torch.equal(state_vector(module), initial_weights) and ours.predict_proba(x).shape == (len(x), 2)
     assert ours.partial_fit(*digits(2)).model_[3].out_features == 9
     images = classifier(model=nets.cnn).partial_fit(x.reshape(-1, 1, 8, 8), y)
     assert images.predict(x.reshape(-1, 1, 8, 8)).shape == y.shape
@@ -159,19 +156,19 @@ def test_method_and_random_state_are_unchanged():
 def test_a_failed_call_changes_nothing():
     x, y = digits(0, 1)
     ours = classifier(EWC()).partial_fit(x, y)
-    old_weights = weights(ours.model_).clone()
+    old_weights = state_vector(ours.model_).clone()
     old_predictions = ours.predict(x)
     ours.set_params(optimizer=lambda ps: torch.optim.SGD(ps, lr=1e30))
     with pytest.raises(FloatingPointError):
         ours.partial_fit(*digits(2, 3))
-    assert torch.equal(weights(ours.model_), old_weights) and np.array_equal(ours.predict(x), old_predictions)
+    assert torch.equal(state_vector(ours.model_), old_weights) and np.array_equal(ours.predict(x), old_predictions)
     assert ours.classes_.tolist() == [0, 1]
 
 
 def test_copies_and_pickles_continue_equally():
     ours = classifier(ER(50)).partial_fit(*digits(0, 1))
     copies = [copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))]
-    final_weights = [weights(c.partial_fit(*digits(2, 3)).model_) for c in (ours, *copies)]
+    final_weights = [state_vector(c.partial_fit(*digits(2, 3)).model_) for c in (ours, *copies)]
     assert torch.equal(final_weights[0], final_weights[1]) and torch.equal(final_weights[0], final_weights[2])
 
 
@@ -261,7 +258,7 @@ class TestInScikitLearn:
         ours = classifier(EWC(3.0), model=small((64,), 3)).partial_fit(*digits(0, 1))
         cloned = base.clone(ours)
         assert cloned.method.strength == 3.0 and not hasattr(cloned, "classes_") and base.is_classifier(cloned)
-        assert torch.equal(weights(cloned.partial_fit(*digits(0, 1)).model_), weights(ours.model_))
+        assert torch.equal(state_vector(cloned.partial_fit(*digits(0, 1)).model_), state_vector(ours.model_))
 
     def test_pipelines_cross_validation_and_grids(self):
         selection = pytest.importorskip("sklearn.model_selection")

@@ -360,7 +360,7 @@ def test_processes_resume_together_after_a_kill(run_two_processes, data, tmp_pat
 
     with pytest.raises(AssertionError):
         run_two_processes(lambda: train(True))
-    (tmp_path / "meet").unlink(missing_ok=True)
+    (tmp_path / "rendezvous").unlink(missing_ok=True)
     assert len(list(tmp_path.rglob("*.checkpoint"))) >= 4
     resumed = run_two_processes(lambda: train(False))
     for (weights, accuracy, _), (resumed_weights, resumed_accuracy, _) in zip(uninterrupted, resumed, strict=True):

@@ -1,4 +1,4 @@
-"""Archives are unpacked whole or not at all, and never outside their folder."""
+"""Archives are extracted completely or not at all, and never outside their folder."""
 
 import io
 import stat
@@ -9,98 +9,104 @@ import pytest
 
 from everlearn.sources.archives import extract_folder
 
-GOOD = {"set/a.txt": b"a", "set/deep/b.txt": b"b" * 1000}
+MEMBERS = {"set/a.txt": b"a", "set/deep/b.txt": b"b" * 1000}
 
 
-def tar(path, members=GOOD, extra=None):
-    with tarfile.open(path, "w:gz") as tape:
+def write_tar(path, members=MEMBERS, extra=None):
+    with tarfile.open(path, "w:gz") as archive:
         for name, content in members.items():
             info = tarfile.TarInfo(name)
             info.size = len(content)
-            tape.addfile(info, io.BytesIO(content))
+            archive.addfile(info, io.BytesIO(content))
         if extra is not None:
-            tape.addfile(extra)
+            archive.addfile(extra)
     return path
 
 
-def packed(path, members=GOOD, link=None):
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
+def write_zip(path, members=MEMBERS, link=None):
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, content in members.items():
-            file.writestr(name, content)
+            archive.writestr(name, content)
         if link:
             info = zipfile.ZipInfo(link)
             info.external_attr = (stat.S_IFLNK | 0o777) << 16
-            file.writestr(info, "/etc/passwd")
+            archive.writestr(info, "/etc/passwd")
     return path
 
 
-def content(folder):
-    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+def read_folder(folder):
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.fixture
-def into(tmp_path):
-    (tmp_path / "into").mkdir()
-    yield tmp_path / "into"
-    assert {p.name for p in tmp_path.iterdir()} <= {"into", "a.zip", "a.tar.gz"}, "nothing appears beside the folder"
+def target_folder(tmp_path):
+    (tmp_path / "target").mkdir()
+    yield tmp_path / "target"
+    assert {path.name for path in tmp_path.iterdir()} <= {"target", "a.zip", "a.tar.gz"}, (
+        "nothing is written outside the folder"
+    )
 
 
-@pytest.mark.parametrize(("make", "name"), [(tar, "a.tar.gz"), (packed, "a.zip")])
-def test_a_good_archive(make, name, into):
-    members = {**GOOD, "other/c.txt": b"c"}
-    assert extract_folder(make(into.parent / name, members), "set", into) == into / "set"
-    assert content(into) == GOOD, "only the folder that was asked for, and no remains"
+@pytest.mark.parametrize(("write_archive", "name"), [(write_tar, "a.tar.gz"), (write_zip, "a.zip")])
+def test_archive_is_extracted(write_archive, name, target_folder):
+    members = {**MEMBERS, "other/c.txt": b"c"}
+    assert (
+        extract_folder(write_archive(target_folder.parent / name, members), "set", target_folder)
+        == target_folder / "set"
+    )
+    assert read_folder(target_folder) == MEMBERS, "only the requested folder, and no temporary files"
     with pytest.raises(FileExistsError, match="exists but is incomplete: remove it"):
-        extract_folder(into.parent / name, "set", into)
+        extract_folder(target_folder.parent / name, "set", target_folder)
 
 
-@pytest.mark.parametrize(("make", "name"), [(tar, "a.tar.gz"), (packed, "a.zip")])
+@pytest.mark.parametrize(("write_archive", "name"), [(write_tar, "a.tar.gz"), (write_zip, "a.zip")])
 @pytest.mark.parametrize(
     "path", ["../evil", "set/../../evil", "/tmp/evil", "set\\..\\..\\evil", "C:\\evil", "\\\\server\\evil", "C:evil"]
 )
-def test_a_path_that_leads_out_is_refused(make, name, path, into):
-    archive = make(into.parent / name, {**GOOD, path: b"evil"})
+def test_path_outside_folder_is_refused(write_archive, name, path, target_folder):
+    archive = write_archive(target_folder.parent / name, {**MEMBERS, path: b"evil"})
     with pytest.raises(ValueError, match="is a path that leads out of the folder"):
-        extract_folder(archive, "set", into)
-    assert not list(into.iterdir())
+        extract_folder(archive, "set", target_folder)
+    assert not list(target_folder.iterdir())
 
 
 @pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE])
-def test_links_and_devices_are_refused(kind, into):
+def test_links_and_devices_are_refused(kind, target_folder):
     info = tarfile.TarInfo("set/link")
-    info.type, info.linkname = kind, "/etc/passwd"
+    info.type = kind
+    info.linkname = "/etc/passwd"
     with pytest.raises(ValueError, match="'set/link' is a link or a device"):
-        extract_folder(tar(into.parent / "a.tar.gz", extra=info), "set", into)
-    assert not list(into.iterdir())
+        extract_folder(write_tar(target_folder.parent / "a.tar.gz", extra=info), "set", target_folder)
+    assert not list(target_folder.iterdir())
 
 
-def test_a_link_in_a_zip_is_refused(into):
+def test_link_in_zip_is_refused(target_folder):
     with pytest.raises(ValueError, match="'set/link' is a link or a device"):
-        extract_folder(packed(into.parent / "a.zip", link="set/link"), "set", into)
-    assert not list(into.iterdir())
+        extract_folder(write_zip(target_folder.parent / "a.zip", link="set/link"), "set", target_folder)
+    assert not list(target_folder.iterdir())
 
 
-@pytest.mark.parametrize(("make", "name"), [(tar, "a.tar.gz"), (packed, "a.zip")])
-def test_more_than_is_allowed_is_refused_while_it_comes(make, name, into):
-    archive = make(into.parent / name, {"set/huge": b"\0" * 5_000_000})
+@pytest.mark.parametrize(("write_archive", "name"), [(write_tar, "a.tar.gz"), (write_zip, "a.zip")])
+def test_extraction_stops_at_size_limit(write_archive, name, target_folder):
+    archive = write_archive(target_folder.parent / name, {"set/huge": b"\0" * 5_000_000})
     with pytest.raises(ValueError, match="unpacks to more than 1,000,000 bytes"):
-        extract_folder(archive, "set", into, max_bytes=1_000_000)
-    assert not list(into.iterdir())
+        extract_folder(archive, "set", target_folder, max_bytes=1_000_000)
+    assert not list(target_folder.iterdir())
 
 
-def test_more_files_than_is_allowed_are_refused(into):
-    archive = packed(into.parent / "a.zip", {f"set/{i}": b"" for i in range(300)})
+def test_extraction_stops_at_number_of_files(target_folder):
+    archive = write_zip(target_folder.parent / "a.zip", {f"set/{i}": b"" for i in range(300)})
     with pytest.raises(ValueError, match="unpacks to more than 1,000,000 bytes"):
-        extract_folder(archive, "set", into, max_bytes=1_000_000)
+        extract_folder(archive, "set", target_folder, max_bytes=1_000_000)
 
 
-@pytest.mark.parametrize(("make", "name"), [(tar, "a.tar.gz"), (packed, "a.zip")])
-def test_a_damaged_or_other_archive(make, name, into):
-    archive = make(into.parent / name)
+@pytest.mark.parametrize(("write_archive", "name"), [(write_tar, "a.tar.gz"), (write_zip, "a.zip")])
+def test_damaged_archive_and_missing_folder(write_archive, name, target_folder):
+    archive = write_archive(target_folder.parent / name)
     with pytest.raises(ValueError, match="has no folder 'wanted' inside"):
-        extract_folder(archive, "wanted", into)
-    whole = archive.read_bytes()
-    archive.write_bytes(whole[: len(whole) // 2])
+        extract_folder(archive, "wanted", target_folder)
+    complete_archive = archive.read_bytes()
+    archive.write_bytes(complete_archive[: len(complete_archive) // 2])
     with pytest.raises(ValueError, match="cannot be unpacked"):
-        extract_folder(archive, "set", into)
-    assert not list(into.iterdir())
+        extract_folder(archive, "set", target_folder)
+    assert not list(target_folder.iterdir())

@@ -1,4 +1,4 @@
-"""Finding a data set's files, verifying them, saying what is missing."""
+"""Files of data sets are found and verified, and missing files are reported."""
 
 import pickle
 from dataclasses import replace
@@ -17,7 +17,7 @@ from tests.layouts import IDX, idx, write_cifar100, write_gas, write_mnist
 
 @pytest.mark.parametrize(("kind", "dtype"), [(8, "u1"), (9, "i1"), (11, ">i2"), (12, ">i4"), (13, ">f4"), (14, ">f8")])
 @pytest.mark.parametrize("name", ["a.idx", "a.gz"])
-def test_idx_files_of_every_kind(kind, dtype, name, tmp_path):
+def test_idx_files_of_every_dtype(kind, dtype, name, tmp_path):
     import gzip
 
     content = idx(np.arange(24).reshape(2, 3, 4).astype(dtype), kind)
@@ -33,22 +33,23 @@ def test_damaged_idx_files(content, tmp_path):
             read_idx(tmp_path / name)
 
 
-def test_a_gzip_file_is_not_unpacked_beyond_what_it_announces(tmp_path, monkeypatch):
+def test_gzip_file_is_not_decompressed_beyond_declared_size(tmp_path, monkeypatch):
     import gzip
 
-    announced = idx(np.zeros(100, np.uint8), 8)
-    (tmp_path / "a.gz").write_bytes(gzip.compress(announced + bytes(2**27)))
-    taken, read = [], gzip.GzipFile.read
+    declared = idx(np.zeros(100, np.uint8), 8)
+    (tmp_path / "a.gz").write_bytes(gzip.compress(declared + bytes(2**27)))
+    read_sizes = []
+    read = gzip.GzipFile.read
 
-    def counted(self, size=-1):
+    def read_and_count(self, size=-1):
         content = read(self, size)
-        taken.append(len(content))
+        read_sizes.append(len(content))
         return content
 
-    monkeypatch.setattr(gzip.GzipFile, "read", counted)
+    monkeypatch.setattr(gzip.GzipFile, "read", read_and_count)
     with pytest.raises(ValueError, match="is not an idx file, or is damaged"):
         read_idx(tmp_path / "a.gz")
-    assert sum(taken) < 200
+    assert sum(read_sizes) < 200
     (tmp_path / "b.gz").write_bytes(gzip.compress(bytes([0, 0, 8, 2, *[255] * 8])))
     with pytest.raises(
         ValueError, match="unpacks to 18,446,744,065,119,617,025 bytes, but this machine has a memory of"
@@ -57,8 +58,8 @@ def test_a_gzip_file_is_not_unpacked_beyond_what_it_announces(tmp_path, monkeypa
 
 
 @pytest.fixture
-def signed(tmp_path, monkeypatch):
-    """A small MNIST whose checksums are taken for the published ones."""
+def small_mnist(tmp_path, monkeypatch):
+    """Write a small MNIST whose checksums replace the published ones."""
     monkeypatch.delenv("EVERLEARN_DATA", raising=False)
     write_mnist(tmp_path / "mnist")
     layout = SOURCES["mnist"].layouts[0]
@@ -68,46 +69,46 @@ def signed(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_the_folder_may_be_given_in_three_ways(signed, monkeypatch):
-    x = load("mnist", signed)[0][0]
-    assert torch.equal(load("mnist", str(signed / "mnist"))[0][0], x)
-    monkeypatch.setenv("EVERLEARN_DATA", str(signed))
+def test_folder_as_argument_or_environment_variable(small_mnist, monkeypatch):
+    x = load("mnist", small_mnist)[0][0]
+    assert torch.equal(load("mnist", str(small_mnist / "mnist"))[0][0], x)
+    monkeypatch.setenv("EVERLEARN_DATA", str(small_mnist))
     assert torch.equal(load("mnist")[0][0], x)
     monkeypatch.setenv("EVERLEARN_DATA", "")
-    monkeypatch.chdir(signed)
+    monkeypatch.chdir(small_mnist)
     with pytest.raises(FileNotFoundError, match=r"Where is mnist\?"):
         load("mnist")
-    assert torch.equal(load("mnist", ".")[0][0], x), "the current folder only if it is asked for"
+    assert torch.equal(load("mnist", ".")[0][0], x), "the current folder only if it is given"
 
 
-def test_missing_files_are_named_with_where_to_get_them(signed):
+def test_missing_files_are_reported_with_their_origin(small_mnist):
     with pytest.raises(
         FileNotFoundError, match=r"Where is mnist\? Give the folder .*--data.*EVERLEARN_DATA.*train-images"
     ):
         load("mnist")
-    (signed / "mnist" / IDX[2]).unlink()
+    (small_mnist / "mnist" / IDX[2]).unlink()
     message = r"incomplete in .*: missing t10k-images-idx3-ubyte.gz; get it from yann.lecun.com.*download=True"
     with pytest.raises(FileNotFoundError, match=message):
-        load("mnist", signed)
+        load("mnist", small_mnist)
     with pytest.raises(FileNotFoundError, match="missing train-images"):
-        load("mnist", signed / "nowhere")
+        load("mnist", small_mnist / "nowhere")
     with pytest.raises(FileNotFoundError, match=r"missing data_batch_1.bin.*unpacked from cifar-10-binary.tar.gz"):
-        load("cifar10", signed)
+        load("cifar10", small_mnist)
     with pytest.raises(FileNotFoundError, match=r"missing batch1.dat.*get it from archive.ics.uci.edu"):
-        load("gas_drift", signed)
+        load("gas_drift", small_mnist)
 
 
-def test_a_damaged_file_is_named(signed):
-    file = signed / "mnist" / IDX[2]
-    load("mnist", signed)
-    file.write_bytes(file.read_bytes()[:-1])  # noticed although the set has been read before
+def test_damaged_file_is_named(small_mnist):
+    file = small_mnist / "mnist" / IDX[2]
+    load("mnist", small_mnist)
+    file.write_bytes(file.read_bytes()[:-1])  # detected although the data set is cached
     with pytest.raises(
         ValueError, match=r"t10k-images-idx3-ubyte.gz is damaged: its md5 is \w+, not \w+; get it again"
     ):
-        load("mnist", signed)
+        load("mnist", small_mnist)
 
 
-def test_sizes_are_checked_where_there_is_no_checksum(tmp_path):
+def test_sizes_are_checked_without_checksum(tmp_path):
     write_cifar100(tmp_path / "cifar-100-binary")
     with pytest.raises(ValueError, match=r"train.bin is damaged: it has 614,800 bytes, not 153,700,000"):
         load("cifar100", tmp_path)
@@ -116,44 +117,46 @@ def test_sizes_are_checked_where_there_is_no_checksum(tmp_path):
         load("gas_drift", tmp_path)
 
 
-def test_fashion_mnist_has_checksums_of_its_own(signed):
-    (signed / "mnist").rename(signed / "fashion_mnist")
+def test_fashion_mnist_has_different_checksums(small_mnist):
+    (small_mnist / "mnist").rename(small_mnist / "fashion_mnist")
     with pytest.raises(ValueError, match="is damaged"):
-        load("fashion_mnist", signed)
+        load("fashion_mnist", small_mnist)
 
 
-def test_what_the_caller_changes_is_the_callers(signed):
-    first = load("mnist", signed)
-    kept = first[0][0].clone()
+def test_loaded_data_are_copies(small_mnist):
+    first = load("mnist", small_mnist)
+    original = first[0][0].clone()
     for part in (*first[0], *first[1]):
         part.zero_()
-    assert torch.equal(load("mnist", signed)[0][0], kept)
-    assert load_raw("mnist", signed)[0][0].dtype == torch.uint8
-    assert load_raw("mnist", signed) is load_raw("mnist", signed), "read once a process"
+    assert torch.equal(load("mnist", small_mnist)[0][0], original)
+    assert load_raw("mnist", small_mnist)[0][0].dtype == torch.uint8
+    assert load_raw("mnist", small_mnist) is load_raw("mnist", small_mnist), "cached"
 
 
-def test_data_are_a_pair_that_can_be_sent_to_another_process(signed):
-    data = load("mnist", signed)
+def test_data_are_a_pair_that_can_be_pickled(small_mnist):
+    data = load("mnist", small_mnist)
     assert isinstance(data, tuple) and len(data) == 2
-    again = pickle.loads(pickle.dumps(data))
-    assert torch.equal(again[1][0], data[1][0]) and again.names == data.names == list("0123456789")
-    assert vars(again).keys() == vars(data).keys() == {"names", "groups", "times", "features"}
+    copy = pickle.loads(pickle.dumps(data))
+    assert torch.equal(copy[1][0], data[1][0]) and copy.names == data.names == list("0123456789")
+    assert vars(copy).keys() == vars(data).keys() == {"names", "groups", "times", "features"}
 
 
-def test_unknown_names_are_answered_with_the_nearest():
+def test_unknown_name_is_reported_with_closest_name():
     with pytest.raises(ValueError, match=r"Unknown data set 'cifar_10'. Did you mean 'cifar10'\? Available: mnist,"):
         load("cifar_10", ".")
 
 
-def test_every_row_says_where_it_comes_from():
+def test_every_source_has_origin_and_verified_files():
     for name, data in SOURCES.items():
         assert data.name == name and data.origin
         for layout in data.layouts:
             assert layout.files
             for file in (*layout.files, *layout.archives):
                 assert file.md5 is None or len(file.md5) == 32
-                assert file.url == "" or (file.url.startswith("http") and (file.md5 or file.size)), "verified when got"
-                assert file.md5 or not file.url.startswith("http:"), "nobody on the way can exchange it"
+                assert file.url == "" or (file.url.startswith("http") and (file.md5 or file.size)), (
+                    "downloads are verified"
+                )
+                assert file.md5 or not file.url.startswith("http:"), "unencrypted downloads need a checksum"
     assert set(sources.__all__) <= set(vars(sources))
 
 

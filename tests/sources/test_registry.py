@@ -1,4 +1,4 @@
-"""Every published set from a small copy in its layout, and from the real files where they are."""
+"""Every published data set, from a small copy in its layout and from the original files if available."""
 
 import importlib
 import subprocess
@@ -123,8 +123,9 @@ def test_omniglot_in_folders_and_archives(tmp_path):
         layouts.write_omniglot(folder, alphabets)
         small.mkdir(parents=True, exist_ok=True)
         layouts.zip_folder(folder, small / f"{folder.name}.zip")
-    again = load("omniglot", tmp_path / "b")
-    assert torch.equal(again[0][0], x) and again.groups == data.groups, "what is in both small sets counts once"
+    small_data = load("omniglot", tmp_path / "b")
+    assert torch.equal(small_data[0][0], x)
+    assert small_data.groups == data.groups, "characters in both small sets are loaded once"
     layouts.write_omniglot(tmp_path / "a" / "omniglot" / "images_evaluation", {"Tengwar": 2})
     assert list(load("omniglot", tmp_path / "a").groups) == ["Greek", "Korean", "Latin", "Tengwar"]
     (small / "images_background_small2.zip").write_bytes(b"no zip")
@@ -192,32 +193,32 @@ def test_gas_drift(concentrations, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("module", "name", "write", "says"),
+    ("module", "name", "write", "message"),
     [
         ("PIL", "omniglot", lambda p: layouts.write_omniglot(p / "images_background"), "Reading images needs Pillow"),
         ("scipy.io", "svhn", layouts.write_svhn, "Reading Matlab files (.mat) needs scipy"),
     ],
 )
-def test_a_package_that_is_not_here_is_named_with_its_extra(module, name, write, says, tmp_path, monkeypatch):
+def test_missing_package_is_reported_with_its_extra(module, name, write, message, tmp_path, monkeypatch):
     write(tmp_path / name)
     importlib.import_module(module)
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ImportError) as raised:
         load(name, tmp_path)
-    assert str(raised.value).startswith(says) and "pip install 'everlearn[data]'" in str(raised.value)
+    assert str(raised.value).startswith(message) and "pip install 'everlearn[data]'" in str(raised.value)
 
 
 def shared_images(data):
-    learned, tested = ({image.tobytes() for image in x.numpy()} for x, _ in data)
-    return learned & tested
+    train_images, test_images = ({image.tobytes() for image in x.numpy()} for x, _ in data)
+    return train_images & test_images
 
 
-class TestTheRealFiles:
-    """Facts published with the sets, or counted by others (each SOURCE.md says by whom)."""
+class TestOriginalFiles:
+    """Published statistics of the data sets (see each SOURCE.md)."""
 
     @pytest.fixture(autouse=True)
     def _verified(self, without_checksums, monkeypatch):
-        monkeypatch.undo()  # with checksums again
+        monkeypatch.undo()  # restores checksums
         assert SOURCES["mnist"].layouts[0].files[0].md5
 
     def test_mnist(self, shared_data):
@@ -246,12 +247,12 @@ class TestTheRealFiles:
         data = load("chars74k", shared_data)
         assert len(data.names) == 34 and not set(data.names) & set("IO")
         assert sum(len(y) for _, y in data) == 34_544 and data[0][0].mean() > 0.5, "black on white"
-        assert not shared_images(data), "many fonts draw the same letters"
+        assert not shared_images(data), "duplicates of many fonts are in one split"
 
     def test_omniglot(self, shared_data):
         data = load("omniglot", shared_data)
         assert len(data.groups) == 8 and len(data.names) == 242 and counts(data[0][1]) == [16] * 242
-        sizes = {name: len(own) for name, own in data.groups.items()}
+        sizes = {name: len(classes) for name, classes in data.groups.items()}
         assert sizes["Greek"] == 24 and sizes["Latin"] == 26 and sizes["Korean"] == 40 and sizes["Sanskrit"] == 42
 
     def test_clinc150(self, shared_data):
@@ -259,7 +260,7 @@ class TestTheRealFiles:
         (texts, y), (_, y_test) = data
         assert counts(y) == [100] * 150 and counts(y_test) == [30] * 150 and len(data.groups) == 10
         assert data.names[y[0]] == "translate" and texts[0].startswith("what expression would i use")
-        assert all(len(own) == 15 for own in data.groups.values())
+        assert all(len(classes) == 15 for classes in data.groups.values())
 
     def test_gas_drift(self, shared_data):
         data = load("gas_drift", shared_data)
@@ -270,7 +271,7 @@ class TestTheRealFiles:
 
     @pytest.mark.slow
     def test_cifar100(self, shared_data, tmp_path):
-        """Unpacked from lossless sheets into the published layout by the script that comes with them."""
+        """Extracted from lossless sheets into the published layout by the script in the same folder."""
         script = shared_data / "expand_cifar100.py"
         if not script.exists():
             pytest.skip("no CIFAR-100 here")
@@ -279,9 +280,9 @@ class TestTheRealFiles:
         x = (data[0][0] * 255).round().double()
         assert x.mean().item() == pytest.approx(121.936059453125, abs=1e-6) and counts(data[1][1]) == [100] * 100
         assert x.std(correction=0).item() == pytest.approx(68.388957, abs=1e-5)
-        assert len(data.names) == 100 and {len(own) for own in data.groups.values()} == {5}
+        assert len(data.names) == 100 and {len(classes) for classes in data.groups.values()} == {5}
 
-    def test_the_rest_is_missing_and_says_so(self, shared_data):
+    def test_other_data_sets_are_reported_as_incomplete(self, shared_data):
         for name in SOURCES:
             if not any((shared_data / f).exists() for f in (name, f"{name}_10k", f"{name}_small")):
                 with pytest.raises(FileNotFoundError, match=f"{name} is incomplete"):

@@ -11,38 +11,39 @@ ITEMS = TensorDataset(*DATA[0]), TensorDataset(*DATA[1])
 SCENARIOS = ["task", "domain", "class"]
 
 
-def all_of(task, which="train"):
-    batches = list(task.examples(100, which))
-    return torch.cat([b.x for b in batches]), torch.cat([b.y for b in batches])
+def load_all(task, split_name="train"):
+    batches = list(task.examples(100, split_name))
+    return torch.cat([batch.x for batch in batches]), torch.cat([batch.y for batch in batches])
 
 
 @pytest.mark.parametrize("data", [DATA, ITEMS], ids=["arrays", "dataset"])
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_split_gives_every_class_to_one_task(scenario, data):
+def test_split_assigns_every_class_to_one_task(scenario, data):
     stream = split(*data, tasks=4, scenario=scenario)
     assert stream.outputs == (2 if scenario == "domain" else 8) and stream.inputs == (1, 4, 4)
-    for t, task in enumerate(stream):
-        x, y = all_of(task)
-        mine = (2 * t == Y) | (2 * t + 1 == Y)
-        assert torch.equal(x, X[mine])
-        assert torch.equal(y, Y[mine] % 2 if scenario == "domain" else Y[mine])
+    for index, task in enumerate(stream):
+        x, y = load_all(task)
+        is_in_task = (2 * index == Y) | (2 * index + 1 == Y)
+        assert torch.equal(x, X[is_in_task])
+        assert torch.equal(y, Y[is_in_task] % 2 if scenario == "domain" else Y[is_in_task])
         assert task.known_at_test == (scenario == "task")
-        assert len(all_of(task, "test")[0]) == 4
+        assert len(load_all(task, "test")[0]) == 4
 
 
 def test_class_order_is_natural_for_seed_0_random_otherwise_or_given():
     assert split(*DATA, tasks=4).settings["class_order"] == list(range(8))
-    orders = [split(*DATA, tasks=4, seed=s).settings["class_order"] for s in (1, 1, 2)]
+    orders = [split(*DATA, tasks=4, seed=seed).settings["class_order"] for seed in (1, 1, 2)]
     assert orders[0] == orders[1] != orders[2] and sorted(orders[2]) == list(range(8))
     stream = split(*DATA, tasks=2, class_order=[7, 0, 3, 1])
-    assert all_of(stream[0])[1].unique().tolist() == [0, 7]
+    assert load_all(stream[0])[1].unique().tolist() == [0, 7]
     assert stream[0].allowed[0].nonzero().flatten().tolist() == [0, 7]
 
 
-def test_validation_share_is_held_back_from_training():
+def test_validation_share_is_held_out():
     stream = split(*DATA, tasks=2, valid=0.25)
     for task in stream:
-        train, valid = all_of(task)[0], all_of(task, "valid")[0]
+        train = load_all(task)[0]
+        valid = load_all(task, "valid")[0]
         assert len(train) == 15 and len(valid) == 5
         assert torch.cat([train, valid]).unique(dim=0).shape[0] == 20
 
@@ -52,17 +53,17 @@ def test_validation_share_is_held_back_from_training():
 def test_permuted_tasks_are_permutations(scenario, data):
     stream = permuted(*data, tasks=3, scenario=scenario, seed=5)
     assert stream.outputs == (8 if scenario == "domain" else 24)
-    views = [all_of(task)[0] for task in stream]
+    views = [load_all(task)[0] for task in stream]
     for t, view in enumerate(views):
         assert not torch.equal(view, X) and view.shape == X.shape
         assert torch.equal(view.flatten(1).sort(1).values, X.flatten(1).sort(1).values)
-        assert torch.equal(all_of(stream[t])[1], Y if scenario == "domain" else Y + 8 * t)
+        assert torch.equal(load_all(stream[t])[1], Y if scenario == "domain" else Y + 8 * t)
     assert not torch.equal(views[0], views[1])
-    again = permuted(*data, tasks=3, scenario=scenario, seed=5)
-    assert torch.equal(all_of(again[1])[0], views[1])
+    repeated = permuted(*data, tasks=3, scenario=scenario, seed=5)
+    assert torch.equal(load_all(repeated[1])[0], views[1])
 
 
-def test_views_share_the_memory_of_their_data():
+def test_views_share_memory_of_their_data():
     stream = permuted(*DATA, tasks=3)
     assert len({task.train.x.data_ptr() for task in stream}) == 1
 
@@ -71,10 +72,10 @@ def test_views_share_the_memory_of_their_data():
 def test_rotated_by_quarter_turns_is_exact(scenario):
     stream = rotated(*DATA, tasks=4, angles=[0, 90, 180, 270], scenario=scenario)
     for k, task in enumerate(stream):
-        torch.testing.assert_close(all_of(task)[0], torch.rot90(X, k, (2, 3)), atol=1e-6, rtol=0)
+        torch.testing.assert_close(load_all(task)[0], torch.rot90(X, k, (2, 3)), atol=1e-6, rtol=0)
 
 
-def test_rotation_keeps_a_wide_images_middle():
+def test_rotation_keeps_center_of_wide_image():
     x = torch.zeros(1, 1, 3, 7)
     x[0, 0, 1, 3] = 1
     assert rotated((x, Y[:1]), (x, Y[:1]), tasks=1, angles=[33.0])[0].train.view(x)[0, 0, 1, 3] > 0.99
@@ -82,24 +83,24 @@ def test_rotation_keeps_a_wide_images_middle():
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_online_chunks_cover_each_task_once(scenario):
-    whole = split(*DATA, tasks=4, scenario=scenario)
-    stream = online(whole, chunk=3)
-    assert len(stream) == 4 * 4 and stream.test_tasks is whole.test_tasks
-    assert [t.id for t in stream] == [i // 4 for i in range(16)]
-    rows = torch.cat([all_of(t)[0] for t in stream])
+    offline_stream = split(*DATA, tasks=4, scenario=scenario)
+    stream = online(offline_stream, chunk=3)
+    assert len(stream) == 4 * 4 and stream.test_tasks is offline_stream.test_tasks
+    assert [task.id for task in stream] == [i // 4 for i in range(16)]
+    rows = torch.cat([load_all(task)[0] for task in stream])
     assert sorted(rows.flatten(1).tolist()) == sorted(X.flatten(1).tolist())
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_own_tasks(scenario):
+def test_from_tasks(scenario):
     pairs = [((X[Y < 4], Y[Y < 4]), (X[:4], Y[:4])), ((X[Y >= 4], Y[Y >= 4]), (X[4:8], Y[4:8]))]
     stream = from_tasks(pairs, scenario=scenario, names=["low", "high"])
-    assert [str(t) for t in stream] == ["low", "high"] and stream.outputs == 8
+    assert [str(task) for task in stream] == ["low", "high"] and stream.outputs == 8
     if scenario != "domain":
         assert stream[0].allowed[0].nonzero().flatten().tolist() == [0, 1, 2, 3]
 
 
-def test_own_tasks_from_loaders_need_their_classes_named():
+def test_from_tasks_of_loaders_need_classes():
     loader = DataLoader(ITEMS[0], batch_size=8)
     with pytest.raises(TypeError, match=r"name them, as in classes=\[\[0, 1\], \[2, 3\]\]"):
         from_tasks([(loader, loader)], scenario="class")
@@ -115,9 +116,9 @@ def test_inputs_with_several_parts():
     assert len(next(stream[0].batches(4)).x) == 2
 
 
-def test_a_rotated_stream_learned_jointly_in_small_batches():
+def test_joint_rotated_stream_in_small_batches():
     joint = rotated(*DATA, tasks=4).joint()
-    assert sum(len(b) for b in joint[0].batches(2)) == 160
+    assert sum(len(batch) for batch in joint[0].batches(2)) == 160
 
 
 def test_tasks_with_different_transforms_are_not_joined():
@@ -127,7 +128,7 @@ def test_tasks_with_different_transforms_are_not_joined():
         stream.joint()
 
 
-def test_a_dataset_is_looked_at_without_drawing_random_numbers():
+def test_inspecting_dataset_keeps_random_state():
     class Random(torch.utils.data.Dataset):
         def __len__(self):
             return 8
@@ -135,12 +136,12 @@ def test_a_dataset_is_looked_at_without_drawing_random_numbers():
         def __getitem__(self, i):
             return torch.rand(4), i % 2
 
-    before = torch.get_rng_state()
+    rng_state = torch.get_rng_state()
     split(Random(), Random(), tasks=2)
-    assert torch.equal(before, torch.get_rng_state())
+    assert torch.equal(rng_state, torch.get_rng_state())
 
 
-def test_own_regression_and_multi_label_tasks():
+def test_from_tasks_with_regression_and_multi_label_targets():
     targets = torch.rand(40, 3)
     assert from_tasks([((X, targets), (X, targets))], scenario="domain", likelihood=Gaussian()).outputs == 3
     labels = targets > 0.5
@@ -150,7 +151,7 @@ def test_own_regression_and_multi_label_tasks():
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("make_stream", "message"),
     [
         (lambda: split(*DATA, tasks=9), "Cannot split 8 classes into 9 tasks"),
         (lambda: split(*DATA, tasks=3, scenario="domain"), "8 cannot be divided by 3"),
@@ -164,7 +165,10 @@ def test_own_regression_and_multi_label_tasks():
         (lambda: from_tasks([(X, Y, X)]), "Task 0 must be a pair"),
         (
             lambda: from_tasks([(X, Y), (X, Y)]),
-            r"Task 0 has training .* pair \(train, test\), such as \(\(x, y\), \(x_test, y_test\)\), or \(\(x, y\), None\)",
+            (
+                r"Task 0 has training .* pair \(train, test\), such as \(\(x, y\), \(x_test, y_test\)\), "
+                r"or \(\(x, y\), None\)"
+            ),
         ),
         (lambda: from_tasks([((X[:0], Y[:0]), (X, Y))]), "Task 0 has no examples"),
         (lambda: from_tasks([]), "at least one task"),
@@ -174,13 +178,13 @@ def test_own_regression_and_multi_label_tasks():
         (lambda: rotated(*DATA, tasks=3, angles=[0, 90]), "2 angles make 2 tasks, not 3"),
     ],
 )
-def test_what_cannot_be_a_stream(make, message):
+def test_invalid_streams_are_refused(make_stream, message):
     with pytest.raises((ValueError, TypeError), match=message):
-        make()
+        make_stream()
 
 
-def test_the_embedded_digits():
-    streams.digits_data()[0][0].zero_()  # what a user does to theirs
+def test_included_digits():
+    streams.digits_data()[0][0].zero_()  # changes only a copy
     (x, y), (x_test, y_test) = streams.digits_data()
     assert len(x) + len(x_test) == 1797 and x.shape[1:] == (1, 8, 8)
     assert x.min() == 0 and x.max() == 1

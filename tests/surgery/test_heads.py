@@ -6,14 +6,14 @@ from everlearn.surgery.heads import grow_output, output_layer
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_growing_keeps_what_was_computed(bias):
+def test_growing_keeps_the_old_outputs(bias):
     net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2, bias=bias)).double()
     x = torch.randn(5, 4, dtype=torch.double)
-    before = net(x)
+    old_outputs = net(x)
     grow_output(net, 6)
-    after = net(x)
-    assert after.shape == (5, 6)
-    torch.testing.assert_close(after[:, :2], before, rtol=0, atol=1e-12)
+    new_outputs = net(x)
+    assert new_outputs.shape == (5, 6)
+    torch.testing.assert_close(new_outputs[:, :2], old_outputs, rtol=0, atol=1e-12)
     assert net[2].weight.dtype == torch.double
 
 
@@ -23,7 +23,7 @@ def test_growing_a_wrapped_model_and_a_named_layer():
     assert net["fc"].out_features == 3 and net["aux"].out_features == 2
 
 
-def test_errors_say_what_there_is():
+def test_errors_name_the_available_layers():
     net = nn.Sequential(nn.Linear(2, 4))
     with pytest.raises(ValueError, match="cannot shrink to 3"):
         grow_output(net, 3)

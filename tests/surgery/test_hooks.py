@@ -75,17 +75,17 @@ def test_methods_with_hooks_can_be_chained_and_detached_one_by_one():
     torch.testing.assert_close(2 * model(x), with_both)
     pnn.detach(model)
     assert not remove_hooks(model)
-    assert not torch.allclose(2 * model(x), with_both), "the laterals are gone"
+    assert not torch.allclose(2 * model(x), with_both), "the lateral connections are removed"
 
 
 def test_hooks_of_all_methods_are_restored():
     model = net()
     train_two_tasks(PNN() + Scaled(), model)
     x = torch.randn(5, 4)
-    before = model(x)
+    expected = model(x)
     with without_hooks(model):
         assert not remove_hooks(model)
-    torch.testing.assert_close(model(x), before)
+    torch.testing.assert_close(model(x), expected)
 
 
 def test_a_saved_chain_is_loaded_with_its_hooks():
@@ -103,6 +103,6 @@ def test_a_saved_chain_is_loaded_with_its_hooks():
 
 
 @pytest.mark.parametrize(("first", "second"), [(PNN, HAT), (ExpandNet, PNN)])
-def test_conflicts_are_refused_by_name_when_a_chain_is_made(first, second):
+def test_conflicts_are_refused_by_name_when_a_chain_is_created(first, second):
     with pytest.raises(ValueError, match=f"{first.__name__} and {second.__name__} both define predict"):
         first() + second()

@@ -22,41 +22,41 @@ INPUTS = {"mlp": (6, 5), "transformer": (6, 1, 8, 8)}
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
 @pytest.mark.parametrize("net", NETS)
-def test_a_wider_model_says_the_same(net, mode, double):
-    model, x = NETS[net](), torch.randn(INPUTS.get(net, (6, 2, 8, 8)))
+def test_widening_preserves_the_outputs(net, mode, double):
+    model = NETS[net]()
+    x = torch.randn(INPUTS.get(net, (6, 2, 8, 8)))
     for norm in (m for m in model.modules() if isinstance(m, nn.BatchNorm2d)):
         norm.running_mean.normal_()
     getattr(model, mode)()
-    plain = copy.deepcopy(model)
-    for module in (model, plain):
+    original = copy.deepcopy(model)
+    for module in (model, original):
         for m in module.modules():
             if isinstance(m, (nn.Dropout, nn.MultiheadAttention)):
                 m.eval()
-    before = copy.deepcopy(model.state_dict())
-    found = links(model, x)
-    after = [resize.widen(model, link, 3) for link in found]
-    assert [a.width for a in after] == [b.width + 3 for b in found]
-    assert links(model, x) == after, "a run shows the new widths"
-    torch.testing.assert_close(model(x), plain(x), rtol=0, atol=1e-12)
-    for name, old in before.items():
-        now = model.state_dict()[name]
-        if now.shape != old.shape:
-            assert torch.equal(now[tuple(slice(n) for n in old.shape)], old) or "running" in name
-    for link, wide in zip(found, after, strict=True):
-        read = model.get_submodule(wide.consumer).weight[
-            : units(found, link.consumer, model), link.width * link.repeat :
-        ]
-        assert not read.any(), "nobody reads them yet"
-        assert model.get_submodule(wide.producer).weight[link.width :].abs().min() > 0
+    initial_state = copy.deepcopy(model.state_dict())
+    old_links = links(model, x)
+    new_links = [resize.widen(model, link, 3) for link in old_links]
+    assert [new_link.width for new_link in new_links] == [old_link.width + 3 for old_link in old_links]
+    assert links(model, x) == new_links, "tracing finds the new widths"
+    torch.testing.assert_close(model(x), original(x), rtol=0, atol=1e-12)
+    for name, old_value in initial_state.items():
+        new_value = model.state_dict()[name]
+        if new_value.shape != old_value.shape:
+            assert torch.equal(new_value[tuple(slice(n) for n in old_value.shape)], old_value) or "running" in name
+    for link, wide_link in zip(old_links, new_links, strict=True):
+        old_rows = count_old_units(old_links, link.consumer, model)
+        outgoing_weights = model.get_submodule(wide_link.consumer).weight[:old_rows, link.width * link.repeat :]
+        assert not outgoing_weights.any(), "outgoing weights of new units are zero"
+        assert model.get_submodule(wide_link.producer).weight[link.width :].abs().min() > 0
 
 
-def units(found, name, model):
-    """How many units a layer had before it grew."""
+def count_old_units(old_links, name, model):
+    """Return the number of units of a layer before it was widened."""
     layer = model.get_submodule(name)
-    return next((link.width for link in found if link.producer == name), len(layer.weight))
+    return next((link.width for link in old_links if link.producer == name), len(layer.weight))
 
 
-def test_new_batchnorm_entries_are_those_of_a_new_norm():
+def test_new_batchnorm_entries_have_initial_values():
     model = NETS["cnn"]()
     link = links(model, torch.randn(4, 2, 8, 8))[0]
     resize.widen(model, link, 2)
@@ -67,13 +67,14 @@ def test_new_batchnorm_entries_are_those_of_a_new_norm():
 
 
 def test_cut_undoes_widen(double):
-    model, x = NETS["cnn"](), torch.randn(4, 2, 8, 8)
-    plain = copy.deepcopy(model)
+    model = NETS["cnn"]()
+    x = torch.randn(4, 2, 8, 8)
+    original = copy.deepcopy(model)
     for link in links(model, x):
-        wide = resize.widen(model, link, 3)
-        assert resize.cut(model, wide, (torch.arange(wide.width) < link.width).double()) == link
-    assert all(torch.equal(v, plain.state_dict()[n]) for n, v in model.state_dict().items())
-    torch.testing.assert_close(model(x), plain(x), rtol=0, atol=1e-12)
+        wide_link = resize.widen(model, link, 3)
+        assert resize.cut(model, wide_link, (torch.arange(wide_link.width) < link.width).double()) == link
+    assert all(torch.equal(v, original.state_dict()[n]) for n, v in model.state_dict().items())
+    torch.testing.assert_close(model(x), original(x), rtol=0, atol=1e-12)
 
 
 def test_frozen_parameters_stay_frozen_and_wrong_links_are_refused():
@@ -90,34 +91,36 @@ def test_frozen_parameters_stay_frozen_and_wrong_links_are_refused():
 
 
 def test_a_grown_output_layer_keeps_its_rows(double):
-    model, x = NETS["mlp"](), torch.randn(4, 5)
-    said, old = model(x), heads.output_layer(model)[1].weight.detach().clone()
+    model = NETS["mlp"]()
+    x = torch.randn(4, 5)
+    old_outputs = model(x)
+    old_weight = heads.output_layer(model)[1].weight.detach().clone()
     heads.grow_output(model, 8)
-    assert torch.equal(heads.output_layer(model)[1].weight[:3], old)
-    torch.testing.assert_close(model(x)[:, :3], said, rtol=0, atol=1e-12)
+    assert torch.equal(heads.output_layer(model)[1].weight[:3], old_weight)
+    torch.testing.assert_close(model(x)[:, :3], old_outputs, rtol=0, atol=1e-12)
 
 
-def test_group_shrinking_is_the_proximal_step_of_the_norm(double):
+def test_group_soft_threshold_is_the_proximal_operator_of_the_norm(double):
     for threshold in (0.1, 1.0, 2.5):
         v = [torch.randn(6, 3, 2), torch.randn(6)]
-        flat = torch.cat([v[0].flatten(1), v[1][:, None]], 1)
-        left = proximal.group_soft_threshold_(v, threshold)
-        got = torch.cat([v[0].flatten(1), v[1][:, None]], 1)
-        for old, new, kept in zip(flat, got, left, strict=True):
-            size = float(old.norm())
-            assert bool(kept) == (size > threshold)
-            want = old * (1 - threshold / size) if kept else torch.zeros_like(old)
-            torch.testing.assert_close(new, want)
-            cost = lambda u, old=old, threshold=threshold: 0.5 * (u - old).square().sum() + threshold * u.norm()
-            assert all(cost(new) <= cost(new + 0.01 * torch.randn(7)) + 1e-12 for _ in range(50))
+        flat_input = torch.cat([v[0].flatten(1), v[1][:, None]], 1)
+        nonzero = proximal.group_soft_threshold_(v, threshold)
+        flat_result = torch.cat([v[0].flatten(1), v[1][:, None]], 1)
+        for row, shrunken, is_nonzero in zip(flat_input, flat_result, nonzero, strict=True):
+            norm = float(row.norm())
+            assert bool(is_nonzero) == (norm > threshold)
+            expected = row * (1 - threshold / norm) if is_nonzero else torch.zeros_like(row)
+            torch.testing.assert_close(shrunken, expected)
+            cost = lambda u, row=row, threshold=threshold: 0.5 * (u - row).square().sum() + threshold * u.norm()
+            assert all(cost(shrunken) <= cost(shrunken + 0.01 * torch.randn(7)) + 1e-12 for _ in range(50))
 
 
-def test_shrinking_is_the_proximal_step_of_the_absolute_value(double):
-    old = torch.randn(200)
-    new = old.clone()
-    proximal.soft_threshold_(new, 0.3)
+def test_soft_threshold_is_the_proximal_operator_of_the_absolute_value(double):
+    values = torch.randn(200)
+    shrunken = values.clone()
+    proximal.soft_threshold_(shrunken, 0.3)
     grid = torch.linspace(-4, 4, 80001)
-    for a, b in zip(old[:20], new[:20], strict=True):
-        best = grid[(0.5 * (grid - a).square() + 0.3 * grid.abs()).argmin()]
-        assert abs(best - b) < 2e-4
-    assert torch.equal(new == 0, old.abs() <= 0.3)
+    for value, result in zip(values[:20], shrunken[:20], strict=True):
+        minimizer = grid[(0.5 * (grid - value).square() + 0.3 * grid.abs()).argmin()]
+        assert abs(minimizer - result) < 2e-4
+    assert torch.equal(shrunken == 0, values.abs() <= 0.3)

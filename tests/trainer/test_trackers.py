@@ -1,4 +1,4 @@
-"""Who listens to a run hears what happens, and changes nothing."""
+"""Trackers are notified of a run, and do not change it."""
 
 import sys
 
@@ -10,62 +10,68 @@ import everlearn
 from everlearn import EWC, Method, nets, streams
 
 
-class Notes:
-    """A tracker that remembers."""
+class RecordingTracker:
+    """A tracker that records its calls."""
 
     def __init__(self):
-        self.heard = []
+        self.events = []
 
     def start(self, config):
-        self.heard.append(("start", config["method"]))
+        self.events.append(("start", config["method"]))
 
     def log(self, numbers, step):
-        self.heard.append((dict(numbers), step))
+        self.events.append((dict(numbers), step))
 
     def finish(self, result):
-        self.heard.append(("finish", result))
+        self.events.append(("finish", result))
 
 
-def run(*trackers, stream=None, make=nets.mlp):
+def run(*trackers, stream=None, make_model=nets.mlp):
     return everlearn.run(
-        make, EWC(), stream or streams.digits(scenario="task", tasks=3), epochs=2, batch_size=32, trackers=trackers
+        make_model,
+        EWC(),
+        stream or streams.digits(scenario="task", tasks=3),
+        epochs=2,
+        batch_size=32,
+        trackers=trackers,
     )
 
 
-def test_a_run_is_told_from_start_to_finish():
-    notes = Notes()
-    result = run(notes)
-    first, *between, last = notes.heard
+def test_run_is_logged_from_start_to_finish():
+    tracker = RecordingTracker()
+    result = run(tracker)
+    first, *between, last = tracker.events
     assert first == ("start", "EWC") and last == ("finish", result)
-    after = [numbers for numbers, _ in between if "tasks learned" in numbers]
-    assert [n["tasks learned"] for n in after] == [1, 2, 3]
-    for i, numbers in enumerate(after):
-        told = [numbers[f"accuracy/task {j + 1}"] for j in range(i + 1)]
-        assert told == pytest.approx(result.accuracy[i, : i + 1]) and numbers["accuracy/so far"] == pytest.approx(
-            np.mean(told)
-        )
+    task_numbers = [numbers for numbers, _ in between if "tasks learned" in numbers]
+    assert [numbers["tasks learned"] for numbers in task_numbers] == [1, 2, 3]
+    for i, numbers in enumerate(task_numbers):
+        accuracies = [numbers[f"accuracy/task {j + 1}"] for j in range(i + 1)]
+        assert accuracies == pytest.approx(result.accuracy[i, : i + 1])
+        assert numbers["accuracy/so far"] == pytest.approx(np.mean(accuracies))
     losses = [(numbers["loss"], step) for numbers, step in between if "loss" in numbers]
-    assert [step for _, step in losses] == list(range(20, 20 * len(losses) + 1, 20)) and all(v > 0 for v, _ in losses)
-    assert [s for _, s in between] == sorted(s for _, s in between)
+    assert [step for _, step in losses] == list(range(20, 20 * len(losses) + 1, 20))
+    assert all(loss > 0 for loss, _ in losses)
+    assert [step for _, step in between] == sorted(step for _, step in between)
 
 
-def test_listening_changes_nothing_and_joint_training_is_one_row():
-    assert np.array_equal(run(Notes()).accuracy, run().accuracy)
-    notes = Notes()
-    result = run(notes, stream=streams.digits(scenario="task", tasks=3).joint())
-    (told,) = [numbers for numbers, _ in notes.heard[1:-1] if "tasks learned" in numbers]
-    assert told["tasks learned"] == 3 and told["accuracy/so far"] == pytest.approx(result.average_accuracy)
+def test_trackers_do_not_change_runs():
+    assert np.array_equal(run(RecordingTracker()).accuracy, run().accuracy)
+    tracker = RecordingTracker()
+    result = run(tracker, stream=streams.digits(scenario="task", tasks=3).joint())
+    (logged,) = [numbers for numbers, _ in tracker.events[1:-1] if "tasks learned" in numbers]
+    assert logged["tasks learned"] == 3 and logged["accuracy/so far"] == pytest.approx(result.average_accuracy)
 
 
-def test_a_run_that_fails_is_finished_without_a_result():
-    notes, stream = Notes(), streams.digits(scenario="task", tasks=2)
+def test_failed_run_finishes_without_result():
+    tracker = RecordingTracker()
+    stream = streams.digits(scenario="task", tasks=2)
     stream[1].train.x[0] = torch.nan
     with pytest.raises(FloatingPointError):
-        run(notes, stream=stream)
-    assert notes.heard[-1] == ("finish", None)
+        run(tracker, stream=stream)
+    assert tracker.events[-1] == ("finish", None)
 
 
-def test_lines_say_where_a_run_is(capsys):
+def test_lines_show_progress(capsys):
     pytest.importorskip("cyclopts")
     from everlearn.experiments.console import Lines
 
@@ -77,7 +83,7 @@ def test_lines_say_where_a_run_is(capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_a_line_says_no_loss_before_one_is_told(capsys):
+def test_line_has_no_loss_before_one_is_logged(capsys):
     pytest.importorskip("cyclopts")
     from everlearn.experiments.console import Lines
 
@@ -102,15 +108,16 @@ def test_unknown_and_missing_trackers(tmp_path, capsys, monkeypatch):
     pytest.importorskip("cyclopts")
     from everlearn.cli.app import start
 
-    words = ["run", "--methods", "finetune", "--tasks", "2", "--epochs", "1", "--hidden", "8", "--out", str(tmp_path)]
-    assert start([*words, "--track", "tensorbord"]) == 2
+    options = "--methods finetune --tasks 2 --epochs 1 --hidden 8"
+    arguments = ["run", *options.split(), "--out", str(tmp_path)]
+    assert start([*arguments, "--track", "tensorbord"]) == 2
     assert "Unknown tracker 'tensorbord'. Did you mean 'tensorboard'" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "wandb", None)
-    assert start([*words, "--track", "wandb"]) == 1
+    assert start([*arguments, "--track", "wandb"]) == 1
     assert "pip install 'everlearn[wandb]'" in capsys.readouterr().err
 
 
-@pytest.mark.filterwarnings("ignore")  # of packages that are not ours
+@pytest.mark.filterwarnings("ignore")  # of other packages
 def test_tensorboard(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -120,21 +127,21 @@ def test_tensorboard(tmp_path):
     result = run(TensorBoard(tmp_path))
     (folder,) = tmp_path.iterdir()
     events = EventAccumulator(str(folder)).Reload()
-    assert [e.value for e in events.Scalars("accuracy/task 1")] == pytest.approx(result.accuracy[:, 0])
+    assert [event.value for event in events.Scalars("accuracy/task 1")] == pytest.approx(result.accuracy[:, 0])
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_mlflow(tmp_path, monkeypatch):
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # a database needs packages that mlflow-skinny has not
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # mlflow-skinny has no database
     mlflow = pytest.importorskip("mlflow")
     from everlearn.integrations.mlflow import MLflow
 
     result = run(MLflow("trial", (tmp_path / "ml").as_uri()))
     client = mlflow.MlflowClient((tmp_path / "ml").as_uri())
-    (kept,) = client.search_runs([client.get_experiment_by_name("trial").experiment_id])
-    assert kept.data.metrics["average accuracy"] == pytest.approx(result.average_accuracy)
-    told = [m.value for m in client.get_metric_history(kept.info.run_id, "accuracy/task 1")]
-    assert told == pytest.approx(result.accuracy[:, 0]) and kept.data.params["method"] == "EWC"
+    (run_data,) = client.search_runs([client.get_experiment_by_name("trial").experiment_id])
+    assert run_data.data.metrics["average accuracy"] == pytest.approx(result.average_accuracy)
+    logged = [metric.value for metric in client.get_metric_history(run_data.info.run_id, "accuracy/task 1")]
+    assert logged == pytest.approx(result.accuracy[:, 0]) and run_data.data.params["method"] == "EWC"
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -13,12 +13,12 @@ X = torch.randn(64, 5, generator=torch.Generator().manual_seed(0))
 Y = (X[:, 0] > 0).long()
 
 
-def adam(ps):
-    return torch.optim.Adam(ps, lr=0.01)
+def adam(parameters):
+    return torch.optim.Adam(parameters, lr=0.01)
 
 
-def sgd(ps):
-    return torch.optim.SGD(ps, lr=0.1)
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
 
 
 def linear():
@@ -26,12 +26,13 @@ def linear():
     return nn.Linear(5, 2)
 
 
-def equal(a, b):
+def equal_parameters(a, b):
     return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
 
 
-def test_equals_a_hand_written_loop():
-    a, b = linear(), linear()
+def test_training_equals_manual_loop():
+    a = linear()
+    b = linear()
     trained = train(a, Method(), Task((X, Y), id=2), optimizer=adam, epochs=3, batch_size=10, seed=7)
     assert trained.steps == 21
     optimizer = adam(b.parameters())
@@ -39,11 +40,12 @@ def test_equals_a_hand_written_loop():
         optimizer.zero_grad()
         nn.functional.cross_entropy(b(batch.x), batch.y).backward()
         optimizer.step()
-    assert equal(a, b)
+    assert equal_parameters(a, b)
 
 
-def test_micro_batches_take_the_whole_batchs_step():
-    a, b = linear().double(), linear().double()
+def test_accumulation_equals_step_of_joint_batch():
+    a = linear().double()
+    b = linear().double()
     for model, parts in ((a, 1), (b, 3)):
         method = L2(0.5)
         method.end_task(model, None)
@@ -54,12 +56,19 @@ def test_micro_batches_take_the_whole_batchs_step():
 
 def test_clipping_bounds_the_step():
     model = linear()
-    before = model.weight.detach().clone()
-    train(model, Method(), (X * 1000, Y), optimizer=lambda ps: torch.optim.SGD(ps, lr=1.0), iterations=1, clip=0.01)
-    assert 0 < (model.weight - before).norm() <= 0.01 + 1e-6
+    weight_before = model.weight.detach().clone()
+    train(
+        model,
+        Method(),
+        (X * 1000, Y),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1.0),
+        iterations=1,
+        clip=0.01,
+    )
+    assert 0 < (model.weight - weight_before).norm() <= 0.01 + 1e-6
 
 
-def test_a_scheduler_steps_with_the_optimizer():
+def test_scheduler_steps_with_optimizer():
     rates = []
 
     class Records(Method):
@@ -85,7 +94,7 @@ def test_bfloat16_trains_in_float32_weights():
     assert evaluate(model, Method(), [Task(None, (X, Y))])[0] > 0.85
 
 
-def test_a_kept_optimizer_goes_on_and_takes_in_new_parameters():
+def test_kept_optimizer_receives_new_parameters():
     class Grows(Method):
         def begin_task(self, model, task):
             everlearn.surgery.heads.grow_output(model, model[0].out_features + 1)
@@ -94,18 +103,18 @@ def test_a_kept_optimizer_goes_on_and_takes_in_new_parameters():
     first = train(model, Grows(), (X, Y), optimizer=adam)
     second = train(model, Grows(), (X, Y), optimizer=first.optimizer)
     assert second.optimizer is first.optimizer
-    known = {id(p) for g in second.optimizer.param_groups for p in g["params"]}
-    assert all(id(p) in known for p in model.parameters())
+    optimized = {id(p) for group in second.optimizer.param_groups for p in group["params"]}
+    assert all(id(p) in optimized for p in model.parameters())
 
 
-def test_a_live_optimizer_is_the_users():
+def test_given_optimizer_trains_only_its_parameters():
     model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 2))
-    body = model[0].weight.detach().clone()
+    frozen_weight = model[0].weight.detach().clone()
     train(model, Method(), (X, Y), optimizer=torch.optim.SGD(model[1].parameters(), lr=0.1))
-    assert torch.equal(body, model[0].weight), "what it was not given, it does not train"
+    assert torch.equal(frozen_weight, model[0].weight), "parameters outside the optimizer are not trained"
 
 
-def test_gradients_outside_the_optimizer_do_not_pile_up():
+def test_gradients_outside_optimizer_do_not_accumulate():
     norms = []
 
     class Records(Method):
@@ -113,11 +122,11 @@ def test_gradients_outside_the_optimizer_do_not_pile_up():
             norms.append(model[0].weight.grad.norm().item())
 
     model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 2))
-    train(model, Records(), (X, Y), optimizer=lambda ps: torch.optim.SGD(ps[2:], lr=0.0), epochs=20)
+    train(model, Records(), (X, Y), optimizer=lambda parameters: torch.optim.SGD(parameters[2:], lr=0.0), epochs=20)
     assert max(norms) < 2 * min(norms)
 
 
-def test_a_scheduler_starts_anew_with_every_task(small_net, small_stream):
+def test_scheduler_restarts_with_every_task(small_net, small_stream):
     rates = []
 
     def schedule(optimizer, steps):
@@ -130,7 +139,7 @@ def test_a_scheduler_starts_anew_with_every_task(small_net, small_stream):
         run(small_net, Method(), streams.online_digits(), scheduler=schedule)
 
 
-def test_evaluation_takes_the_tasks_own_tables():
+def test_evaluation_uses_allowed_classes_of_tasks():
     stream = streams.digits("task")
     model = nets.mlp(64, 10)
     for task in stream:
@@ -143,10 +152,10 @@ def test_evaluation_takes_the_tasks_own_tables():
 
 def test_test_data_need_no_task():
     model = linear()
-    right = evaluate(model, Method(), [Task(test=(X, Y))])
+    expected = evaluate(model, Method(), [Task(test=(X, Y))])
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X, Y), batch_size=10)
     for data in ([(X, Y)], (X, Y), loader, [loader], Task(test=(X, Y))):
-        assert evaluate(model, Method(), data) == pytest.approx(right)
+        assert evaluate(model, Method(), data) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -160,13 +169,13 @@ def test_test_data_need_no_task():
         ({"make_model": lambda: None}, "must return a torch.nn.Module, it returned a NoneType"),
     ],
 )
-def test_arguments_of_the_wrong_kind(change, message):
+def test_invalid_arguments_are_refused(change, message):
     arguments = {"make_model": nets.mlp, "method": Method(), "stream": streams.digits(), **change}
     with pytest.raises((TypeError, ValueError), match=message):
         run(**arguments)
 
 
-def test_a_stream_of_loaders_tells_its_inputs_where_it_can():
+def test_stream_of_loaders_infers_input_shape():
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X, Y), batch_size=10)
     stream = streams.from_tasks([(loader, loader)], scenario="domain", outputs=2)
     assert stream.inputs == (5,)
@@ -206,27 +215,27 @@ def test_token_micro_batches_count_tokens():
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_optimizers_are_fresh_per_task_unless_kept(keep, small_net, small_stream):
-    made = []
+    optimizers = []
 
-    def factory(ps):
-        made.append(len(ps))
-        return torch.optim.Adam(ps, lr=0.01)
+    def factory(parameters):
+        optimizers.append(len(parameters))
+        return torch.optim.Adam(parameters, lr=0.01)
 
     run(small_net, Method(), small_stream(), optimizer=factory, keep_optimizer=keep)
-    assert len(made) - 1 == (1 if keep else 3), "one more is made for the record"
+    assert len(optimizers) - 1 == (1 if keep else 3), "one more is created for the configuration record"
 
 
-def test_training_mode_is_the_trainers_and_evaluation_restores_it():
+def test_evaluation_restores_training_mode():
     model = nn.Sequential(nn.Linear(5, 2), nn.Dropout(), nn.BatchNorm1d(2))
     model[1].eval()
-    modes = [m.training for m in model.modules()]
+    modes = [module.training for module in model.modules()]
     statistics = model[2].running_mean.clone()
     evaluate(model, Method(), [Task(None, (X, Y))])
-    assert modes == [m.training for m in model.modules()]
+    assert modes == [module.training for module in model.modules()]
     assert torch.equal(statistics, model[2].running_mean)
 
 
-def test_all_tasks_are_tested_after_each_the_future_ones_too():
+def test_all_tasks_are_evaluated_after_each_task():
     stream = streams.digits("task")
     result = run(nets.mlp, Method(), stream, epochs=3, batch_size=32)
     assert result.accuracy.shape == (5, 5) and len(result.initial_accuracy) == 5
@@ -234,65 +243,65 @@ def test_all_tasks_are_tested_after_each_the_future_ones_too():
     assert (result.accuracy[0, 1:] > 0).all()
 
 
-def test_unlearned_classes_cannot_be_named_in_class_incremental_learning():
+def test_future_classes_have_zero_accuracy_in_class_incremental_learning():
     result = run(nets.mlp, Method(), streams.digits("class"), epochs=1)
     assert (result.accuracy[np.triu_indices(5, 1)] == 0).all()
 
 
-def test_the_problem_is_visible_in_the_first_table():
+def test_finetuning_forgets_and_joint_training_does_not():
     stream = streams.digits("class")
-    forgets = run(nets.mlp, Method(), stream, epochs=10, batch_size=32)
+    finetuning = run(nets.mlp, Method(), stream, epochs=10, batch_size=32)
     joint = run(nets.mlp, Method(), stream.joint(), epochs=10, batch_size=32)
-    assert 0.15 < forgets.average_accuracy < 0.25 and forgets.forgetting > 0.9
+    assert 0.15 < finetuning.average_accuracy < 0.25 and finetuning.forgetting > 0.9
     assert joint.average_accuracy > 0.95 and joint.accuracy.shape == (1, 5)
-    assert math.isnan(joint.forgetting) and forgets.intransigence(joint) < 0.05
+    assert math.isnan(joint.forgetting) and finetuning.intransigence(joint) < 0.05
 
 
-def test_chunks_of_a_task_share_its_optimizer_and_its_test(small_net):
-    made = []
+def test_chunks_of_task_share_optimizer_and_evaluation(small_net):
+    optimizers = []
 
-    def factory(ps):
-        made.append(1)
-        return torch.optim.SGD(ps, lr=0.1)
+    def factory(parameters):
+        optimizers.append(1)
+        return torch.optim.SGD(parameters, lr=0.1)
 
     stream = streams.online_digits("class")
     result = run(small_net, Method(), stream, optimizer=factory)
-    assert len({tuple(next(t.batches(10)).x.flatten().tolist()) for t in stream}) == len(stream)
-    assert result.accuracy.shape == (5, 5) and len(made) - 1 == 5
+    assert len({tuple(next(task.batches(10)).x.flatten().tolist()) for task in stream}) == len(stream)
+    assert result.accuracy.shape == (5, 5) and len(optimizers) - 1 == 5
 
 
-def test_seeds_change_model_and_batches_but_methods_do_not(small_net, small_stream):
-    seen = {}
+def test_model_and_batches_depend_on_seed_but_not_on_method(small_net, small_stream):
+    records = {}
     for name, method, seed in (("a", Method(), 0), ("b", L2(), 0), ("c", Method(), 1)):
-        first = []
+        initial_models = []
 
-        def make(inputs, outputs, keep=first):
+        def make_model(inputs, outputs, models=initial_models):
             model = small_net(inputs, outputs)
-            keep.append(copy.deepcopy(model))
+            models.append(copy.deepcopy(model))
             return model
 
         stream = small_stream()
-        log = []
+        inputs_log = []
         for task in stream:
-            task.transform = lambda x, log=log: log.append(x) or x
-        run(make, method, stream, epochs=2, batch_size=32, seed=seed)
-        seen[name] = first[0], torch.cat(log)
-    assert equal(seen["a"][0], seen["b"][0]) and torch.equal(seen["a"][1], seen["b"][1])
-    assert not equal(seen["a"][0], seen["c"][0]) and not torch.equal(seen["a"][1], seen["c"][1])
+            task.transform = lambda x, inputs_log=inputs_log: inputs_log.append(x) or x
+        run(make_model, method, stream, epochs=2, batch_size=32, seed=seed)
+        records[name] = initial_models[0], torch.cat(inputs_log)
+    assert equal_parameters(records["a"][0], records["b"][0]) and torch.equal(records["a"][1], records["b"][1])
+    assert not equal_parameters(records["a"][0], records["c"][0]) and not torch.equal(records["a"][1], records["c"][1])
 
 
-def test_a_module_is_copied_and_a_factory_without_arguments_called():
+def test_module_is_copied_and_factory_without_arguments_is_called():
     stream = streams.digits("domain")
     model = nets.mlp(64, 2, hidden=(8,))
-    before = copy.deepcopy(model)
+    original = copy.deepcopy(model)
     run(model, Method(), stream)
-    assert equal(model, before)
+    assert equal_parameters(model, original)
     run(lambda: nets.mlp(64, 2, hidden=(8,)), Method(), stream)
     with pytest.raises(TypeError, match="needs inputs, outputs, channels: give a function of"):
         run(lambda inputs, outputs, channels: None, Method(), stream)
 
 
-def test_validation_data_can_be_tested_on(small_net):
+def test_evaluation_on_validation_data(small_net):
     stream = streams.digits("class", valid=0.2)
     result = run(small_net, Method(), stream, split="valid")
     assert result.config["training"]["split"] == "valid"
@@ -300,23 +309,23 @@ def test_validation_data_can_be_tested_on(small_net):
         run(small_net, Method(), streams.digits("class"), split="valid")
 
 
-def test_a_model_made_with_numpys_random_numbers_is_reproducible():
-    def make():
+def test_model_initialized_by_numpy_is_reproducible():
+    def make_model():
         model = nn.Linear(64, 10)
         model.weight.data = torch.from_numpy(np.random.randn(10, 64)).float()
         return nn.Sequential(nn.Flatten(), model)
 
-    before = np.random.get_state()[1].copy()
-    runs = [run(make, Method(), streams.digits("class")).accuracy for _ in range(2)]
-    assert (runs[0] == runs[1]).all() and (np.random.get_state()[1] == before).all()
+    numpy_state = np.random.get_state()[1].copy()
+    runs = [run(make_model, Method(), streams.digits("class")).accuracy for _ in range(2)]
+    assert (runs[0] == runs[1]).all() and (np.random.get_state()[1] == numpy_state).all()
 
 
-def test_numpy_seeds_are_seeds(small_net, small_stream):
-    runs = [run(small_net, Method(), small_stream(), seed=s).accuracy for s in (3, np.int64(3))]
+def test_numpy_integer_as_seed(small_net, small_stream):
+    runs = [run(small_net, Method(), small_stream(), seed=seed).accuracy for seed in (3, np.int64(3))]
     assert (runs[0] == runs[1]).all()
 
 
-def test_regression_is_learned_too():
+def test_regression_is_learned():
     x = torch.randn(200, 3)
     y = x @ torch.tensor([[1.0], [2.0], [-1.0]]) + 0.01 * torch.randn(200, 1)
     stream = streams.from_tasks([((x, y), (x, y))], scenario="domain", likelihood=Gaussian())
@@ -325,24 +334,25 @@ def test_regression_is_learned_too():
 
 
 @pytest.mark.parametrize("chunk", [None, 40])
-def test_joint_training_takes_the_steps_of_all_tasks_together(chunk, small_net, small_stream):
+def test_joint_training_takes_steps_of_all_tasks(chunk, small_net, small_stream):
     class Steps(Method):
-        taken = 0
+        num_steps = 0
 
         def after_step(self, model):
-            Steps.taken += 1
+            Steps.num_steps += 1
 
     stream = small_stream("class") if chunk is None else streams.online(small_stream("class"), chunk=chunk)
-    taken = []
-    for learned in (stream, stream.joint()):
-        Steps.taken = 0
-        found = run(small_net, Steps(), learned, iterations=7)
-        taken.append(Steps.taken)
-    assert taken == [7 * len(stream)] * 2
-    assert found.config["training"]["iterations"] == 7 * len(stream) and found.config["stream"]["merged"] == len(stream)
-    before = Steps.taken
-    train(small_net(64, 6), Steps(), stream.joint()[0], iterations=7)  # one task of one's own is as long as one says
-    assert Steps.taken - before == 7
+    num_steps = []
+    for training_stream in (stream, stream.joint()):
+        Steps.num_steps = 0
+        result = run(small_net, Steps(), training_stream, iterations=7)
+        num_steps.append(Steps.num_steps)
+    assert num_steps == [7 * len(stream)] * 2
+    assert result.config["training"]["iterations"] == 7 * len(stream)
+    assert result.config["stream"]["merged"] == len(stream)
+    steps_before = Steps.num_steps
+    train(small_net(64, 6), Steps(), stream.joint()[0], iterations=7)  # a single task takes the given number of steps
+    assert Steps.num_steps - steps_before == 7
 
 
 def test_costs_are_counted(small_net, small_stream):
@@ -353,11 +363,11 @@ def test_costs_are_counted(small_net, small_stream):
     assert result.cost["state_bytes"] == [2 * 4 * parameters] * 3
 
 
-def test_peak_memory_is_that_of_the_run():
+def test_peak_memory_of_run():
     x, y = torch.rand(64, 10), torch.arange(64) % 2
     stream = streams.from_tasks([((x, y), (x, y))], scenario="domain")
     wide = run(lambda: nets.mlp(10, 2, hidden=(500_000,)), Method(), stream, optimizer=sgd)
-    assert wide.cost["peak_memory"] > 4 * 5_000_000, "at least a gradient of all weights"
+    assert wide.cost["peak_memory"] > 4 * 5_000_000, "at least the gradient of all weights"
 
 
 def test_progress_bars_show_loss_on_demand(capsys):
@@ -367,31 +377,32 @@ def test_progress_bars_show_loss_on_demand(capsys):
     assert capsys.readouterr().err == "", "not on a terminal"
 
 
-@pytest.mark.parametrize("kind", [Method, LwF])
-def test_accumulated_gradients_do_not_count_ignored_labels(kind):
-    """Micro-batches with unequal shares of ignored labels make the step of the whole batch."""
+@pytest.mark.parametrize("method_class", [Method, LwF])
+def test_accumulated_gradients_ignore_unlabeled_examples(method_class):
+    """Micro-batches with unequal shares of ignored labels take the step of the joint batch."""
     x, y = torch.randn(16, 5).double(), torch.arange(16) % 2
     y[8:15] = -100
-    ends = []
+    models = []
     for parts in (1, 4):
         torch.manual_seed(0)
-        model, method = nn.Linear(5, 2).double(), kind()
+        model = nn.Linear(5, 2).double()
+        method = method_class()
         train(model, method, Task([(x[:8], y[:8])], id=0), optimizer=sgd)
         train(model, method, Task([(x, y)], id=1), epochs=3, optimizer=sgd, accumulate=parts)
-        ends.append(model)
-    for a, b in zip(*(m.parameters() for m in ends), strict=True):
+        models.append(model)
+    for a, b in zip(*(model.parameters() for model in models), strict=True):
         torch.testing.assert_close(a, b)
 
 
 def test_examples_whose_labels_are_ignored_are_not_scored():
     model = linear()
-    right = (model(X).argmax(1) == Y).float()
+    expected = (model(X).argmax(1) == Y).float()
     y = torch.where(torch.arange(64) < 20, -100, Y)
-    assert evaluate(model, Method(), Task(test=(X, y)), batch_size=7)[0] == pytest.approx(right[20:].mean().item())
+    assert evaluate(model, Method(), Task(test=(X, y)), batch_size=7)[0] == pytest.approx(expected[20:].mean().item())
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_a_batch_without_a_label_that_counts_is_told(parts):
+def test_batch_without_labels_is_reported(parts):
     y = torch.full_like(Y, -100)
     with pytest.raises(FloatingPointError, match="all labels of the batch are -100"):
         train(linear(), Method(), [(X, y)], accumulate=parts)

@@ -1,4 +1,4 @@
-"""Bad input gets one sentence that says what to do."""
+"""Invalid input raises one sentence that says what to do."""
 
 import pytest
 import torch
@@ -43,20 +43,20 @@ def with_nan():
         ((X.double(), Y), {}, r"gives float64 inputs but the model's weights are float32: convert the inputs with"),
     ],
 )
-def test_one_sentence(data, settings, message):
+def test_invalid_data_and_settings_are_refused(data, settings, message):
     model = nn.Linear(4, 2)
-    before = model.weight.detach().clone()
+    weight_before = model.weight.detach().clone()
     with pytest.raises((ValueError, TypeError), match=message):
         train(model, Method(), data, **settings)
-    assert torch.equal(model.weight, before)
+    assert torch.equal(model.weight, weight_before)
 
 
-def test_a_scheduler_needs_a_known_length():
+def test_scheduler_needs_known_length():
     with pytest.raises(ValueError, match="give iterations"):
-        train(nn.Linear(4, 2), Method(), (b for b in [(X, Y)]), scheduler=lambda optimizer, steps: None)
+        train(nn.Linear(4, 2), Method(), (batch for batch in [(X, Y)]), scheduler=lambda optimizer, steps: None)
 
 
-def test_labels_the_table_does_not_allow():
+def test_labels_that_scenario_does_not_allow():
     stream = streams.from_tasks([((X, Y), (X, Y))], scenario="class", classes=[[0, 2]])
     with pytest.raises(
         ValueError, match=r"has labels \[1\] that its scenario does not allow: the table allows it \[0, 2\]"
@@ -64,18 +64,18 @@ def test_labels_the_table_does_not_allow():
         train(nn.Linear(4, 3), Method(), stream[0])
 
 
-def test_a_model_too_narrow_for_the_stream():
+def test_model_with_too_few_outputs():
     with pytest.raises(ValueError, match=r"gives 5 outputs but the stream has 10 classes: build it with outputs=10"):
         run(lambda: nets.mlp(64, 5), Method(), streams.digits("class"))
 
 
-def test_a_loss_that_is_no_number_names_task_epoch_and_step_and_saves_the_weights():
+def test_infinite_loss_names_task_epoch_and_step_and_keeps_weights():
     model = nn.Linear(4, 2)
 
     class Explodes(Method):
         steps = 0
 
-        def penalty(self, model, batch=None, out=None):
+        def penalty(self, model, batch=None, outputs=None):
             self.steps += 1
             return torch.tensor(float("inf") if self.steps == 4 else 0.0)
 
@@ -88,14 +88,14 @@ def test_a_loss_that_is_no_number_names_task_epoch_and_step_and_saves_the_weight
     assert torch.equal(model.weight, method.kept)
 
 
-def test_nan_inputs_are_blamed_and_counted():
+def test_nan_inputs_are_reported_and_counted():
     with pytest.raises(FloatingPointError, match="the batch has NaN or infinite inputs: clean the data"):
         train(nn.Linear(4, 2), Method(), [(with_nan(), Y)])
     with pytest.raises(FloatingPointError, match=r"1 of 8 examples \(first: example 3\) has NaN or infinite inputs"):
         train(nn.Linear(4, 2), Method(), (with_nan(), Y))
 
 
-def test_other_causes_of_a_loss_that_is_no_number():
+def test_other_causes_of_infinite_loss():
     targets = torch.full((8, 1), float("nan"))
     with pytest.raises(FloatingPointError, match="NaN or infinite targets"):
         train(nn.Linear(4, 1), Method(), Task((X, targets), likelihood=Gaussian()))
@@ -113,7 +113,7 @@ def test_other_causes_of_a_loss_that_is_no_number():
         train(nn.Linear(4, 2), Breaks(), (X, Y), epochs=2)
 
 
-def test_garbage_is_not_scored():
+def test_invalid_data_are_not_evaluated():
     model = nn.Linear(4, 2)
     for test, message in (
         ((with_nan(), Y), "its inputs contain NaN"),
@@ -127,27 +127,27 @@ def test_garbage_is_not_scored():
         evaluate(model, Method(), [Task(None, (X, Y))])
 
 
-def test_nothing_to_train_and_optimizers_with_a_will_of_their_own():
+def test_frozen_model_and_optimizer_with_closure_are_refused():
     with pytest.raises(ValueError, match="nothing to train: every parameter of the model is frozen"):
         train(nn.Linear(4, 2).requires_grad_(False), Method(), (X, Y))
     with pytest.raises(TypeError, match="LBFGS evaluates the model several times per step"):
-        train(nn.Linear(4, 2), Method(), (X, Y), optimizer=lambda ps: torch.optim.LBFGS(ps))
+        train(nn.Linear(4, 2), Method(), (X, Y), optimizer=lambda parameters: torch.optim.LBFGS(parameters))
 
 
-def test_epochs_count_from_1_where_a_generator_is_read_again():
+def test_exhausted_generator_is_reported_with_epoch_from_1():
     with pytest.raises(ValueError, match="no examples to train on in epoch 2; a generator"):
         train(nn.Linear(4, 2), Method(), iter([(X, Y)]), epochs=2)
 
 
-@pytest.mark.parametrize("make", [EWC, MAS, L2, LwF])
-def test_a_model_without_values_is_refused(make):
+@pytest.mark.parametrize("method_class", [EWC, MAS, L2, LwF])
+def test_model_on_meta_device_is_refused(method_class):
     with torch.device("meta"):
         model = nn.Linear(4, 2)
     for call in (
-        lambda: make().end_task(model, (X, Y)),
-        lambda: train(model, make(), (X, Y), optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1)),
-        lambda: evaluate(model, make(), [(X, Y)]),
-        lambda: make().attach(model, torch.optim.SGD(model.parameters(), lr=0.1)),
+        lambda: method_class().end_task(model, (X, Y)),
+        lambda: train(model, method_class(), (X, Y), optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)),
+        lambda: evaluate(model, method_class(), [(X, Y)]),
+        lambda: method_class().attach(model, torch.optim.SGD(model.parameters(), lr=0.1)),
     ):
         with pytest.raises(ValueError, match=r"on the meta device, where parameters have shapes but no values"):
             call()

@@ -11,7 +11,7 @@ __all__ = ["main"]
 
 def main() -> None:
     """Run the command given on the command line and exit with its code."""
-    survive_closed_streams()  # what a command does is its product, whoever reads of it
+    survive_closed_streams()  # a command finishes its work even if its output is not read
     try:
         import cyclopts  # noqa: F401
         import pydantic  # noqa: F401
@@ -27,6 +27,6 @@ def main() -> None:
 
     code = run_distributed(lambda: start(sys.argv[1:]))
     if (error := output_error()) is not None:
-        print(f"everlearn: What is told here could not be written ({error.strerror}).", file=sys.stderr)
+        print(f"everlearn: The output could not be written ({error.strerror}).", file=sys.stderr)
         code = code or 1
     raise SystemExit(code)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from everlearn.core.attachment_checks import check_attachable, torch_optimizer
 from everlearn.core.batch import Batch
-from everlearn.core.parameters import evaluating, unwrap
+from everlearn.core.parameters import evaluating, refuse_meta, unwrap
 from everlearn.core.running_statistics import tracking_layers
 
 if TYPE_CHECKING:
@@ -136,8 +136,10 @@ def _find_problems(method: Method, model: nn.Module) -> list[str]:
     """Find problems of the model itself."""
     problems = []
     parameters = list(model.parameters())
-    if any(p.is_meta for p in parameters):
-        problems.append("The model is on the meta device and has no values: create it on a real device.")
+    try:
+        refuse_meta(parameters)
+    except ValueError as error:
+        problems.append(str(error))
     if method.trains and not any(p.requires_grad for p in parameters):
         problems.append("All parameters are frozen, so there is nothing to train: call p.requires_grad_(True).")
     return problems
@@ -170,10 +172,10 @@ def _find_output_problems(model: nn.Module, batch: Batch) -> list[str]:
     return problems + [str(warning.message) for warning in caught]
 
 
-def warn_of_problems(report: Report, stacklevel: int = 2) -> None:
-    """Warn of each problem."""
-    for problem in report.problems:
-        warnings.warn(problem, UserWarning, stacklevel=stacklevel + 1)
+def refuse_problems(report: Report) -> None:
+    """Raise ValueError if there is a problem, before a step is taken."""
+    if report.problems:
+        raise ValueError(" ".join(report.problems))
 
 
 def describe_parameters(names: list[str], all_parameters: dict[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """The vectors s whose s·output is differentiated for the Fisher information, and how many backward passes they take.
 
-The Fisher information of the outputs is F_out = E[r rᵀ] over labels, with r the residual. Each kind of labels stands for
-vectors s whose Σ s sᵀ is F_out, or has it as its expectation, or replaces it.
+The Fisher information of the outputs is F_out = E[r rᵀ] over labels, with r the residual. Each kind of labels stands
+for vectors s whose Σ s sᵀ is F_out, or has it as its expectation, or replaces it.
 """
 
 from __future__ import annotations

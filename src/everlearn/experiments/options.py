@@ -54,7 +54,7 @@ class Grid(BaseModel):
     momentum: float = Field(0.0, ge=0, description="Momentum (sgd and rmsprop).")
     weight_decay: float = Field(0.0, ge=0, description="Weight decay.")
     keep_optimizer: bool = Field(False, description="Keep the optimizer's state between tasks.")
-    epochs: int | None = Field(None, ge=0, description="Epochs per task; default: 10, or 1 for online streams.")
+    epochs: int | None = Field(None, ge=1, description="Epochs per task; default: 10, or 1 for online streams.")
     iterations: int | None = Field(
         None, ge=1, description="Optimizer steps per task, instead of epochs; joint takes as many in total."
     )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from everlearn.core.attachment import Attachment
 from everlearn.core.attachment_checks import common_weights, has_weight
 from everlearn.core.batch import Batch
-from everlearn.core.check import warn_of_problems
+from everlearn.core.check import refuse_problems
 from everlearn.core.data_source import as_rows
 from everlearn.core.forward import next_token_labels, shifts_labels
 from everlearn.core.likelihood import Likelihood
@@ -98,7 +98,7 @@ class Continual(TrainerCallback):  # type: ignore[misc]
                 "use everlearn.train, your own loop or Lightning."
             )
 
-        warn_of_problems(self.method.check(model))
+        refuse_problems(self.method.check(model))
         self._attached = self.method.attach(model, kwargs["optimizer"], self._current_task.likelihood)
         self._loss_kind = None
         self._hook = inner_model.register_forward_hook(self._after_pass, with_kwargs=True)

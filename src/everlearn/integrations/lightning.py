@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from everlearn.core.attachment import Attachment
-from everlearn.core.check import warn_of_problems
+from everlearn.core.check import refuse_problems
 from everlearn.core.data_source import as_rows
 from everlearn.core.likelihood import Likelihood
 from everlearn.core.method import Method
@@ -105,7 +105,7 @@ class Continual(Callback):  # type: ignore[misc]
             raise ValueError(f"A method needs exactly one optimizer, this module has {len(trainer.optimizers)}.")
         likelihood = self._create_task(trainer).likelihood
         model = self._select_model(pl_module)
-        warn_of_problems(self.method.check(model))
+        refuse_problems(self.method.check(model))
         self._attached = self.method.attach(model, trainer.optimizers[0], likelihood)
 
         pass_hook = model.register_forward_hook(self._record_pass, with_kwargs=True)

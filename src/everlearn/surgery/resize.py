@@ -25,7 +25,7 @@ def widen(model: nn.Module, link: Link, count: int) -> Link:
 
     Args:
         model: changed in place.
-        link: the layer of the units and the layer that reads them, as ``everlearn.surgery.tracing.links(model, x)`` finds.
+        link: the layer of the units and the layer that reads them, as ``surgery.tracing.links(model, x)`` finds.
         count: number of units to add.
 
     Returns:

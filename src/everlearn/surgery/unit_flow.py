@@ -138,7 +138,7 @@ class UnitTracker(TorchDispatchMode):
             # A scripted module accepts no hooks of this kind. Its operations are followed all the same.
             if isinstance(module, torch.jit.ScriptModule):
                 continue
-            # Hooks of the user run between these two hooks and the neighboring layers, so their operations are followed.
+            # Hooks of the user run between these two hooks and the neighboring layers: their operations are followed.
             handles.append(module.register_forward_pre_hook(self._make_enter(name), with_kwargs=True))
             handles.append(module.register_forward_hook(self._make_leave(name), prepend=True))
         try:

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from tqdm.auto import tqdm
 
 from everlearn.core.batch import Batch
-from everlearn.core.check import warn_of_problems
+from everlearn.core.check import refuse_problems
 from everlearn.core.method import Method
 from everlearn.core.parameters import evaluating, is_sharded
 from everlearn.core.task import Task, as_task
@@ -179,7 +179,7 @@ class TaskTraining:
         if resumed is not None:
             self._resume(resumed)
 
-        warn_of_problems(method.check(model))
+        refuse_problems(method.check(model))
         self._device = device_of(model)
         # begin_task may have created parameters, with other random values in each process.
         if resumed is None:

@@ -27,14 +27,14 @@ ARCHITECTURES = pytest.mark.parametrize("architecture", [VisionTransformer, Conv
 
 
 @ARCHITECTURES
-def test_expandnet_forgets_nothing(architecture, small_stream, isolated):
+def test_expandnet_forgets_nothing(architecture, small_stream, check_isolation):
     methods = []
 
     def make_method():
         methods.append(expand_net())
         return methods[-1]
 
-    isolated(make_method, lambda stream: architecture(stream.outputs), adam, small_stream())
+    check_isolation(make_method, lambda stream: architecture(stream.outputs), adam, small_stream())
     assert methods[0].diagnostics()["units added so far"] > 0
 
 

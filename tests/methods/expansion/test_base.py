@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-import everlearn
 from everlearn import DEN, ER, EWC, PNN, ExpandableRepresentation, ExpandNet, Method, Task, nets
 from everlearn.surgery.resize import widen
 from everlearn.surgery.tracing import links
+from tests.helpers import train_tasks
 
 GROWING = [lambda: ExpandNet(units=4, threshold=0.0), lambda: DEN(units=4, threshold=0.0)]
 growing = pytest.mark.parametrize("make", GROWING, ids=["expandnet", "den"])
@@ -186,8 +186,7 @@ def adam(parameters):
 
 
 def learn(model, method, tasks, epochs=3):
-    for task in tasks:
-        everlearn.train(model, method, task, optimizer=adam, epochs=epochs, batch_size=32)
+    train_tasks(model, method, tasks, optimizer=adam, epochs=epochs, batch_size=32)
 
 
 def learn_part(model, method, task, steps=36, planned=40, compute_loss=None):

@@ -10,6 +10,7 @@ from torch import nn
 import everlearn
 from everlearn import HAT, PNN, SI, ExpandNet, Gaussian, PackNet, Task
 from everlearn.surgery import heads
+from tests.helpers import train_tasks
 
 KINDS = pytest.mark.parametrize("kind", [PackNet, HAT])
 FROZEN = pytest.mark.parametrize("make", [PackNet, lambda: HAT(rest="frozen")], ids=["packnet", "hat"])
@@ -28,8 +29,7 @@ def normed():
 
 
 def learn(model, method, tasks, **options):
-    for task in tasks:
-        everlearn.train(model, method, task, optimizer=adamw, batch_size=32, **options)
+    train_tasks(model, method, tasks, optimizer=adamw, batch_size=32, **options)
 
 
 def step(model, method, batch, optimizer):

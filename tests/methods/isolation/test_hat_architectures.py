@@ -19,14 +19,14 @@ def gated_layers(method):
 
 @pytest.mark.parametrize("rest", ["own", "frozen"])
 @pytest.mark.parametrize("architecture", [VisionTransformer, ConvNeXt, DataDependentDepth])
-def test_outputs_of_earlier_tasks_stay_equal(architecture, rest, small_stream, isolated):
+def test_outputs_of_earlier_tasks_stay_equal(architecture, rest, small_stream, check_isolation):
     methods = []
 
     def make_method():
         methods.append(HAT(rest=rest))
         return methods[-1]
 
-    isolated(make_method, lambda stream: architecture(stream.outputs), adamw, small_stream())
+    check_isolation(make_method, lambda stream: architecture(stream.outputs), adamw, small_stream())
     expected = {
         VisionTransformer: ["blocks.0.fc1", "blocks.1.fc1"],
         ConvNeXt: ["blocks.0.expand", "blocks.1.expand"],

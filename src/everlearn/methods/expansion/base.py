@@ -36,7 +36,7 @@ class Expansion(Isolation):
     The model's tensors keep their shapes, so that its checkpoints fit. Added units are state of the method.
 
     Args:
-        groups: which layer's units lead into which layer, instead of those found; see ``everlearn.surgery.tracing.links``.
+        groups: which layer's units lead into which layer, instead of those found; see ``surgery.tracing.links``.
         output: name of the output layer, of which each task has its own; by default the last ``nn.Linear``.
     """
 

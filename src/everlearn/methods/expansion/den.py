@@ -74,7 +74,6 @@ class DEN(PartialTraining):
     )
 
     penalty_uses_batch = False
-
     units: Count = 10
     threshold: NonNegative = 0.01
     drift: NonNegative = 0.05

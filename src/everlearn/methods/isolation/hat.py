@@ -34,9 +34,9 @@ class HAT(GatedUnits):
         u = max over earlier tasks of their gates        a weight between two used units is locked
 
     Forward passes on a few examples show where units are: between two linear or convolution layers with nothing
-    between them that mixes units. Anything else (residual streams, attention, stems) has no gate, so it counts as used and is locked after the first
-    task. At the end of a task gates become 0 or 1 (e > 0), which makes zero forgetting exact. Each task has an output
-    layer of its own.
+    between them that mixes units. Anything else (residual streams, attention, stems) has no gate, so it counts as used
+    and is locked after the first task. At the end of a task gates become 0 or 1 (e > 0), which makes zero forgetting
+    exact. Each task has an output layer of its own.
 
     Args:
         strength: c, the cost of a unit that no earlier task uses.

@@ -107,11 +107,11 @@ class QuadraticPenalty(Method):
             if num_epochs:
                 facts["consolidation"] = f"about {num_epochs:.1f} epochs of training at the end of the task"
 
-        is_protected = any(n in self.quadratic.anchor for n in trainable)
-        if not selected or (self.quadratic.anchor and not is_protected):
+        if self.quadratic.anchor and not any(n in parameters for n in self.quadratic.anchor):
             raise ValueError(
-                f"{type(self).__name__} has nothing to protect: none of the trainable parameters is selected by "
-                f"only={self.only!r}, or was trained in an earlier task."
+                f"{type(self).__name__} has nothing to protect: it penalizes changes of "
+                f"{list_names(list(self.quadratic.anchor))}, and the model has no such parameter. Use the model of the "
+                "earlier tasks, without a wrapper that changes names."
             )
         return facts
 

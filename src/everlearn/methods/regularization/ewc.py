@@ -41,9 +41,9 @@ class EWC(QuadraticPenalty):
         strength: λ, one for all tasks or a tuple with one for each. Bayes' rule gives 1 for mean losses over equally
             many examples. Benchmarks often need far more: tune it.
         mode: an anchor per task, or the latest alone.
-        labels: of the Fisher information, see ``curvature.fisher``. "auto" costs about one training epoch for any number
-            of outputs: it is exact for two classes, and an unbiased random estimate for more. "exact" takes a backward
-            pass for every further class.
+        labels: of the Fisher information, see ``curvature.fisher``. "auto" costs about one training epoch for any
+            number of outputs: it is exact for two classes, and an unbiased random estimate for more. "exact" takes a
+            backward pass for every further class.
         structure: of the Fisher information; "full" is for models of a few thousand parameters.
         decay: γ.
         average: average F̃ over tasks, weighted with γ, instead of summing it (Maltoni & Lomonaco, 2019); online only.
@@ -119,12 +119,7 @@ class EWC(QuadraticPenalty):
         self.consolidate(model, information)
 
     def estimate_consolidation(self, batch: Batch, outputs: Tensor) -> float:
-        """Estimate what ``end_task`` costs on all examples of a task, in epochs of training on it.
-
-        Args:
-            batch: some of its examples.
-            outputs: of the model for them.
-        """
+        """Estimate what ``end_task`` costs, in epochs of training on the task."""
         return estimate_epochs(count_backward_passes(self.labels, batch, outputs))
 
     def consolidate(self, model: nn.Module, importance: Form | Params) -> None:

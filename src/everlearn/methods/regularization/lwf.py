@@ -11,11 +11,10 @@ from everlearn.core.batch import Batch
 from everlearn.core.data_source import inputs_alone
 from everlearn.core.forward import read_outputs
 from everlearn.core.hyperparameters import NonNegative, Range, Search
-from everlearn.core.likelihood import Bernoulli, Categorical, Likelihood
+from everlearn.core.likelihood import Categorical, Likelihood
 from everlearn.core.method import Method
 from everlearn.core.parameters import unwrap
 from everlearn.core.traits import Traits
-from everlearn.curvature.divergence import output_kl
 from everlearn.methods.regularization.teacher import (
     DistillationGroup,
     Teacher,
@@ -23,8 +22,8 @@ from everlearn.methods.regularization.teacher import (
     check_distillable,
     check_student_outputs,
     distillation_groups,
+    divergence_terms,
     snapshot_teacher,
-    softened_kl,
     teacher_outputs,
 )
 from everlearn.methods.regularization.warmup import Warmup
@@ -143,7 +142,7 @@ class LwF(Method):
         counted = batch.likelihood.counted(batch.y)
         total = z.new_zeros(())
         for old, new, num_tasks, _ in groups:
-            divergence = self._divergence(batch.likelihood, t[..., old], z[..., old], z[..., new])
+            divergence = divergence_terms(batch.likelihood, t[..., old], z[..., old], z[..., new], self.temperature)
             if counted is not None:
                 divergence = divergence * counted
             total = total + num_tasks * divergence.sum()
@@ -151,14 +150,6 @@ class LwF(Method):
         if counted is None:
             return total / batch.likelihood.label_count(z)
         return total / counted.sum().clamp(min=1)
-
-    def _divergence(self, likelihood: Likelihood, t: Tensor, z: Tensor, z_new: Tensor) -> Tensor:
-        """Return the terms of KL(teacher ‖ model); ``z_new`` are outputs with probability 0 under the teacher."""
-        if isinstance(likelihood, Categorical):
-            return softened_kl(t, z, z_new, self.temperature)[..., None]
-        if isinstance(likelihood, Bernoulli):
-            return output_kl(likelihood, t / self.temperature, z / self.temperature)
-        return output_kl(likelihood, t, z)
 
     def describe(self, model: nn.Module, batch: Batch | None = None) -> dict[str, str]:
         """Return what the teacher costs."""

@@ -57,12 +57,7 @@ class MAS(QuadraticPenalty):
         self.consolidate(model, sensitivity(model, task, self.norm))
 
     def estimate_consolidation(self, batch: Batch, outputs: Tensor) -> float:
-        """Estimate what ``end_task`` costs, in epochs of training on the task.
-
-        Args:
-            batch: some of its examples.
-            outputs: of the model for them.
-        """
+        """Estimate what ``end_task`` costs, in epochs of training on the task."""
         return estimate_epochs(count_sensitivity_passes(self.norm, batch, outputs))
 
     def consolidate(self, model: nn.Module, importance: Form | Params) -> None:

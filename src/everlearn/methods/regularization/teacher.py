@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from everlearn.core.forward import forward
-from everlearn.core.likelihood import Categorical, Likelihood
+from everlearn.core.likelihood import Bernoulli, Categorical, Likelihood
 from everlearn.core.parameters import Params, check_finite, evaluating, refuse_sharded, unwrap
+from everlearn.curvature.divergence import output_kl
 
 # Keys: "state" (tensors by name), "frozen" (names), "ids" (tasks learned) and "rows" (their allowed outputs, or None).
 Teacher = dict[str, Any]
@@ -36,7 +37,7 @@ def snapshot_teacher(model: nn.Module, task: Any, learned: list[int]) -> Teacher
     refuse_sharded(inner.parameters(), "A teacher")
     check_finite(dict(inner.named_parameters()))
 
-    # Tasks with a negative id came without a number and without a table: all outputs are allowed.
+    # Tasks without a number have a negative id and no table: all outputs are allowed.
     allowed = getattr(task, "allowed", None)
     rows = None
     if allowed is not None:
@@ -169,3 +170,20 @@ def softened_kl(t: Tensor, z: Tensor, z_new: Tensor, temperature: float) -> Tens
     # Without the mask 0 · (-∞ + ∞) would be NaN, also in the gradient.
     log_ratio = torch.where(log_p.isneginf(), 0.0, log_p - log_q)
     return (log_p.exp() * log_ratio).sum(-1)
+
+
+def divergence_terms(likelihood: Likelihood, t: Tensor, z: Tensor, z_new: Tensor, temperature: float) -> Tensor:
+    """Return the terms of KL(teacher ‖ student), with the temperature for classes and yes/no labels.
+
+    Args:
+        likelihood: of the outputs.
+        t: outputs of the teacher.
+        z: outputs of the student.
+        z_new: outputs of the student with probability 0 under the teacher.
+        temperature: T.
+    """
+    if isinstance(likelihood, Categorical):
+        return softened_kl(t, z, z_new, temperature)[..., None]
+    if isinstance(likelihood, Bernoulli):
+        return output_kl(likelihood, t / temperature, z / temperature)
+    return output_kl(likelihood, t, z)

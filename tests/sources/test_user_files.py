@@ -1,4 +1,4 @@
-"""The user's own files: image folders, npz, CSV, Parquet, and Hugging Face data sets in memory."""
+"""Files of users: image folders, npz, CSV, Parquet, and Hugging Face data sets in memory."""
 
 import sys
 
@@ -12,10 +12,10 @@ from everlearn.sources.labeled_data import hold_back, select_test_examples
 from tests.layouts import write_images
 
 
-def test_a_share_of_each_class_is_held_back():
+def test_share_of_each_class_is_held_out():
     y = torch.tensor([0] * 10 + [1] * 5 + [2] * 3)
-    assert select_test_examples(y).nonzero().flatten().tolist() == [4, 9, 14, 17], "one of three"
-    assert not select_test_examples(torch.tensor([3])).any(), "what is alone is to learn from"
+    assert select_test_examples(y).nonzero().flatten().tolist() == [4, 9, 14, 17], "one example of class 2"
+    assert not select_test_examples(torch.tensor([3])).any(), "a single example is for training"
     assert select_test_examples(y, 0.5)[:10].sum() == 5 and select_test_examples(torch.rand(10), 0.3).sum() == 3
     data = hold_back(list("abcdefghij"), torch.zeros(10, dtype=torch.long))
     assert data[1][0] == ["e", "j"] and len(data[0][0]) == 8
@@ -24,17 +24,17 @@ def test_a_share_of_each_class_is_held_back():
             select_test_examples(y, share)
 
 
-def test_identical_images_are_on_one_side():
-    kinds = torch.randint(0, 256, (40, 1, 4, 4), dtype=torch.uint8)
-    x, y = kinds[torch.arange(200) * 7 % 40], torch.arange(200) // 50  # every image five times, under several labels
-    (learned, y_learned), (tested, y_tested) = hold_back(x, y)
-    sides = [{image.numpy().tobytes() for image in side} for side in (learned, tested)]
-    assert not sides[0] & sides[1] and len(sides[1]) == 8 and len(tested) == 40
-    assert set(y_learned.tolist()) == set(y_tested.tolist()) == {0, 1, 2, 3}
-    (_, y), (_, y_test) = hold_back(kinds[[0, 1, 2, 3, 4, 4]], torch.tensor([0, 0, 0, 0, 0, 1]))
+def test_identical_images_are_in_one_split():
+    images = torch.randint(0, 256, (40, 1, 4, 4), dtype=torch.uint8)
+    x, y = images[torch.arange(200) * 7 % 40], torch.arange(200) // 50  # every image five times, with several labels
+    (train_images, y_train), (test_images, y_test) = hold_back(x, y)
+    splits = [{image.numpy().tobytes() for image in split} for split in (train_images, test_images)]
+    assert not splits[0] & splits[1] and len(splits[1]) == 8 and len(test_images) == 40
+    assert set(y_train.tolist()) == set(y_test.tolist()) == {0, 1, 2, 3}
+    (_, y), (_, y_test) = hold_back(images[[0, 1, 2, 3, 4, 4]], torch.tensor([0, 0, 0, 0, 0, 1]))
     assert y.tolist() == [0, 0, 0, 0, 0, 1] and not len(y_test), "no class is only in the test"
-    assert len(hold_back(kinds[:0], torch.zeros(0, dtype=torch.long))[0][0]) == 0
-    assert len(hold_back(kinds, torch.rand(40, 2))[1][0]) == 8
+    assert len(hold_back(images[:0], torch.zeros(0, dtype=torch.long))[0][0]) == 0
+    assert len(hold_back(images, torch.rand(40, 2))[1][0]) == 8
 
 
 class TestImageFolder:
@@ -47,23 +47,23 @@ class TestImageFolder:
         assert data.names == ["cat", "dog"]
         assert image_folder(tmp_path, size=8, grey=True, test=0.4)[1][0].shape == (4, 1, 8, 8)
 
-    def test_pixels_stay_where_the_size_is_right(self, tmp_path):
+    def test_pixels_are_unchanged_if_size_matches(self, tmp_path):
         write_images(tmp_path, ["a"], images_per_class=5, size=(8, 8), seed=7)
         x = image_folder(tmp_path, size=8)[0][0]
         first = np.random.default_rng(7).integers(0, 256, (8, 8, 3), np.uint8)
         assert torch.equal((x[0] * 255).round().byte(), torch.from_numpy(first).permute(2, 0, 1))
 
-    @pytest.mark.parametrize("other", ["test", "val"])
-    def test_folders_for_training_and_tests(self, other, tmp_path):
+    @pytest.mark.parametrize("test_folder", ["test", "val"])
+    def test_folders_for_training_and_tests(self, test_folder, tmp_path):
         write_images(tmp_path / "train", ["a", "b", "c"])
-        write_images(tmp_path / other, ["a", "c"], images_per_class=2)
+        write_images(tmp_path / test_folder, ["a", "c"], images_per_class=2)
         (_, y), (_, y_test) = image_folder(tmp_path, size=8)
         assert y.bincount().tolist() == [5, 5, 5] and y_test.tolist() == [0, 0, 2, 2]
-        write_images(tmp_path / other, ["d"])
+        write_images(tmp_path / test_folder, ["d"])
         with pytest.raises(ValueError, match=r"has classes that .*train does not have: d"):
             image_folder(tmp_path, size=8)
 
-    def test_what_is_no_image_folder(self, tmp_path):
+    def test_invalid_image_folders(self, tmp_path):
         with pytest.raises(FileNotFoundError, match="There is no folder"):
             image_folder(tmp_path / "nowhere", size=8)
         with pytest.raises(ValueError, match="whole number from 1, got 0"):
@@ -94,9 +94,9 @@ class TestNpz:
         assert data.names == ["a", "b"] and y[:2].tolist() == [1, 0] and y_test.tolist() == [0, 1] * 2
         assert len(x_test) == 4
 
-    def test_the_test_set_may_lack_a_class(self, tmp_path):
-        words = {"y_train": ["a", "b", "c"] * 2, "y_test": ["c", "a"]}
-        np.savez(tmp_path / "a.npz", x_train=np.zeros((6, 2)), x_test=np.zeros((2, 2)), **words)
+    def test_test_set_may_lack_a_class(self, tmp_path):
+        labels = {"y_train": ["a", "b", "c"] * 2, "y_test": ["c", "a"]}
+        np.savez(tmp_path / "a.npz", x_train=np.zeros((6, 2)), x_test=np.zeros((2, 2)), **labels)
         data = npz(tmp_path / "a.npz")
         assert data.names == ["a", "b", "c"] and data[1][1].tolist() == [2, 0]
         np.savez(tmp_path / "a.npz", x=np.zeros((2, 2)), y=["a", "b"], x_test=np.zeros((1, 2)), y_test=[0])
@@ -109,21 +109,21 @@ class TestNpz:
         with pytest.raises(ValueError, match="1 of 3 labels are not finite numbers"):
             npz(tmp_path / "a.npz")
 
-    def test_arrays_that_nobody_asked_for_are_not_unpacked(self, tmp_path, monkeypatch):
+    def test_unused_arrays_are_not_decompressed(self, tmp_path, monkeypatch):
         x, y = np.random.rand(10, 3), np.arange(10) % 2
         np.savez_compressed(tmp_path / "a.npz", x=x, y=y, unused=np.zeros(2**24, np.uint8), objects=np.array([{}]))
         read = np.lib.format.read_array
         sizes = []
 
-        def counted(*given, **settings):
-            sizes.append((array := read(*given, **settings)).nbytes)
+        def read_and_count(*arguments, **settings):
+            sizes.append((array := read(*arguments, **settings)).nbytes)
             return array
 
-        monkeypatch.setattr(np.lib.format, "read_array", counted)
+        monkeypatch.setattr(np.lib.format, "read_array", read_and_count)
         assert len(npz(tmp_path / "a.npz")[0][0]) == 8
         assert sorted(sizes) == [80, 240]
 
-    def test_a_small_file_that_unpacks_to_more_than_there_is(self, tmp_path, monkeypatch):
+    def test_file_larger_than_memory_is_refused(self, tmp_path, monkeypatch):
         np.savez_compressed(tmp_path / "a.npz", x=np.zeros((2**20, 8)), y=np.zeros(2**20, np.int64))
         assert (tmp_path / "a.npz").stat().st_size < 2**17
         monkeypatch.setattr("everlearn.sources.limits.machine_memory", lambda: 2**25)
@@ -132,7 +132,7 @@ class TestNpz:
         ):
             npz(tmp_path / "a.npz")
 
-    def test_what_is_no_npz(self, tmp_path):
+    def test_invalid_npz_files(self, tmp_path):
         with pytest.raises(FileNotFoundError, match="There is no file"):
             npz(tmp_path / "a.npz")
         (tmp_path / "a.npz").write_bytes(b"PK\3\4 no zip")
@@ -159,8 +159,10 @@ class TestNpz:
 ROWS = [(0.5, 1, "no"), (1.5, 2, "yes"), (2.5, 3, "no"), (3.5, 4, "yes"), (4.5, 5, "no"), (5.5, 6, "yes")] * 5
 
 
-def write_csv(path, mark=",", rows=ROWS):
-    path.write_text("\n".join([mark.join(["width", "height", "kind"]), *(mark.join(map(str, row)) for row in rows)]))
+def write_csv(path, separator=",", rows=ROWS):
+    path.write_text(
+        "\n".join([separator.join(["width", "height", "kind"]), *(separator.join(map(str, row)) for row in rows)])
+    )
     return path
 
 
@@ -182,9 +184,9 @@ class TestTable:
         stream = streams.split(*data, tasks=2)
         assert stream.inputs == (2,) and stream.outputs == 2
 
-    @pytest.mark.parametrize(("mark", "name"), [(";", "a.csv"), ("\t", "a.tsv")])
-    def test_marks_between_cells(self, mark, name, tmp_path):
-        (_, y), _ = table(write_csv(tmp_path / name, mark), target="height", features=["width"])
+    @pytest.mark.parametrize(("separator", "name"), [(";", "a.csv"), ("\t", "a.tsv")])
+    def test_separators(self, separator, name, tmp_path):
+        (_, y), _ = table(write_csv(tmp_path / name, separator), target="height", features=["width"])
         assert y.dtype == torch.int64 and y[0] == 1, "whole numbers are classes as they are"
         (x, y), _ = table(tmp_path / name, target="width", features=["height"])
         assert y.dtype == torch.float32 and x.shape == (24, 1), "fractions are numbers to predict"
@@ -209,7 +211,7 @@ class TestTable:
             ("a,b\n0,1\n-1e999,2\n", "'a' has cells that are not finite"),
         ],
     )
-    def test_what_is_no_table(self, text, message, tmp_path):
+    def test_invalid_tables(self, text, message, tmp_path):
         (tmp_path / "a.csv").write_text(text)
         with pytest.raises(ValueError, match=message):
             table(tmp_path / "a.csv", target="a")
@@ -225,12 +227,13 @@ class TestTable:
         chosen = table(tmp_path / "t.csv", target="y", features=["b"])
         assert chosen.features == ["b"] and chosen[0][0].tolist() == [[3.0], [4.0]]
 
-    def test_the_target_is_not_learned_from(self, tmp_path):
+    def test_target_cannot_be_feature(self, tmp_path):
         with pytest.raises(ValueError, match="'kind' is the column to predict"):
             table(write_csv(tmp_path / "a.csv"), target="kind", features=["width", "kind"])
 
     def test_dictionaries_dates_and_booleans(self, tmp_path):
-        arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        arrow = pytest.importorskip("pyarrow")
+        parquet = pytest.importorskip("pyarrow.parquet")
         columns = {"a": [True, False] * 5, "b": arrow.array(["x", "y"] * 5).dictionary_encode()}
         parquet.write_table(arrow.table(columns), tmp_path / "a.parquet")
         data = table(tmp_path / "a.parquet", target="b")
@@ -249,7 +252,8 @@ class TestTable:
             table(tmp_path / "a.xls", target="a")
 
     def test_damaged_parquet_and_empty_cells(self, tmp_path):
-        arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        arrow = pytest.importorskip("pyarrow")
+        parquet = pytest.importorskip("pyarrow.parquet")
         (tmp_path / "a.parquet").write_bytes(b"no")
         with pytest.raises(ValueError, match="is not a Parquet file, or is damaged"):
             table(tmp_path / "a.parquet", target="a")
@@ -265,7 +269,7 @@ class TestTable:
 
 
 class Feature:
-    """What a column is, as ``datasets`` says it."""
+    """A feature of ``datasets``."""
 
     def __init__(self, dtype=None, inner=None, names=None):
         if dtype:
@@ -277,10 +281,12 @@ class Feature:
 
 
 class Columns:
-    """A Dataset as far as it is used; with a format of its own it would give other numbers."""
+    """The part of ``datasets.Dataset`` that is used; a format could change dtypes."""
 
     def __init__(self, columns, features=None, plain=False):
-        self.columns, self.plain, self.column_names = columns, plain, list(columns)
+        self.columns = columns
+        self.plain = plain
+        self.column_names = list(columns)
         self.features = features or {name: Feature() for name in columns}
 
     def with_format(self, kind):
@@ -288,7 +294,7 @@ class Columns:
         return Columns(self.columns, self.features, plain=True)
 
     def __getitem__(self, name):
-        assert self.plain, "the data set's own format may turn bytes into 64-bit numbers"
+        assert self.plain, "a format may convert bytes to 64-bit numbers"
         return self.columns[name]
 
 
@@ -304,7 +310,13 @@ class TestHuggingFace:
             "text": Feature("string"),
             "label": Feature("int64", names=["cat", "dog"]),
         }
-        columns = {"picture": pictures, "bytes": bytes_, "numbers": [[i, 0.5] for i in range(10)], "text": list("abcdefghij"), "label": [0, 1] * 5}  # fmt: skip
+        columns = {
+            "picture": pictures,
+            "bytes": bytes_,
+            "numbers": [[i, 0.5] for i in range(10)],
+            "text": list("abcdefghij"),
+            "label": [0, 1] * 5,
+        }
         dataset = Columns(columns, features)
         data = hugging_face(dataset, x="picture", y="label")
         assert data[0][0].shape == (8, 3, 4, 6) and data[0][0][1, 0, 0, 0] == pytest.approx(1 / 255)
@@ -317,16 +329,16 @@ class TestHuggingFace:
         with pytest.raises(ValueError, match="have 2 sizes: resize them to one"):
             hugging_face(dataset, x="picture", y="label")
 
-    def test_parts(self):
-        part = Columns({"x": [[0.0], [1.0]], "y": ["a", "b"]})
-        data = hugging_face({"train": part, "validation": part}, x="x", y="y")
+    def test_splits(self):
+        split = Columns({"x": [[0.0], [1.0]], "y": ["a", "b"]})
+        data = hugging_face({"train": split, "validation": split}, x="x", y="y")
         assert data[1][0].tolist() == [[0.0], [1.0]] and data.names == ["a", "b"]
         with pytest.raises(ValueError, match=r"needs the splits train and test .* got train, other"):
-            hugging_face({"train": part, "other": part}, x="x", y="y")
-        fewer = hugging_face({"train": part, "test": Columns({"x": [[0.0]], "y": ["b"]})}, x="x", y="y")
-        assert fewer[1][1].tolist() == [1] and fewer.names == ["a", "b"]
+            hugging_face({"train": split, "other": split}, x="x", y="y")
+        data = hugging_face({"train": split, "test": Columns({"x": [[0.0]], "y": ["b"]})}, x="x", y="y")
+        assert data[1][1].tolist() == [1] and data.names == ["a", "b"]
         with pytest.raises(ValueError, match="have different classes"):
-            hugging_face({"train": part, "test": Columns({"x": [[0.0]], "y": ["c"]})}, x="x", y="y")
+            hugging_face({"train": split, "test": Columns({"x": [[0.0]], "y": ["c"]})}, x="x", y="y")
 
     @pytest.mark.parametrize(
         ("columns", "message"),
@@ -338,13 +350,13 @@ class TestHuggingFace:
             ({"x": [1, 2], "y": [0, None]}, "'y' has empty cells"),
         ],
     )
-    def test_what_cannot_be_learned_from(self, columns, message):
+    def test_invalid_columns(self, columns, message):
         with pytest.raises((ValueError, TypeError), match=message):
             hugging_face(Columns(columns), x="x", y="y")
         with pytest.raises(TypeError, match="of Hugging Face's datasets, got a list"):
             hugging_face([1, 2], x="x", y="y")
 
-    def test_the_real_library(self):
+    def test_datasets_library(self):
         datasets = pytest.importorskip("datasets")
         square = datasets.Array2D((2, 2), "uint8")
         label = datasets.ClassLabel(names=["cat", "dog"])
