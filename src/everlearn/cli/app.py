@@ -24,8 +24,8 @@ from everlearn.experiments.options import Grid, read_grid
 from everlearn.experiments.parsing import UsageError, explain
 from everlearn.runtime.escaping import printable_lines
 
-# Options are frozen, so that an instance is a safe default. It is constructed without a validator, which takes longer to
-# build than all other work of --help.
+# Options are frozen, so that an instance is a safe default. It is constructed without a validator, which takes longer
+# to build than the help text.
 app = App(
     name="everlearn",
     help="Continual learning: train a model on one task after the other without forgetting.\n\n"
