@@ -183,6 +183,7 @@ class TaskTraining:
 
         refuse_problems(method.check(model))
         self._device = device_of(model)
+        self._moves_batches = self._device.type != "cpu"
         # begin_task may have created parameters, with other random values in each process.
         if resumed is None:
             distributed.broadcast_([*model.parameters(), *model.buffers(), *method.parameters()])
@@ -270,7 +271,7 @@ class TaskTraining:
     @torch.no_grad()
     def _observe(self, batch: Batch) -> None:
         """Show a batch to a method that only collects statistics."""
-        if self._device.type != "cpu":
+        if self._moves_batches:
             batch = batch.to(self._device)
         with evaluating(self.model):
             outputs = batch.forward(self.model)
@@ -287,7 +288,7 @@ class TaskTraining:
         for p in self._trainable_params:
             p.grad = None
 
-        if self._device.type != "cpu":
+        if self._moves_batches:
             batch = batch.to(self._device)
         try:
             loss = self._compute_gradient(batch)

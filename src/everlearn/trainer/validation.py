@@ -191,8 +191,8 @@ def _explain_weights(model: nn.Module, steps_since: int) -> str:
     """Explain a loss that is not finite although the data of its batch are."""
     if steps_since:
         return (
-            "lower the learning rate or the strength of the method, or clip gradients; this was noticed "
-            f"{steps_since} steps later, and the weights have been changed since: load those of a checkpoint"
+            "lower the learning rate or the strength of the method, or clip gradients; it was read after "
+            f"{steps_since} further updates of the weights: load those of a checkpoint"
         )
     if any(not p.isfinite().all() for p in model.parameters()):
         return (
