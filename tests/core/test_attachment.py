@@ -1,6 +1,7 @@
 """A method attached to an external training loop trains as in a loop that calls its hooks."""
 
 import copy
+import gc
 import pickle
 
 import pytest
@@ -401,7 +402,7 @@ def test_removing_copying_and_pickling_an_attachment(tasks):
     attached = method.attach(model, optimizer)
     assert copy.deepcopy(method)._attached is None
     assert pickle.loads(pickle.dumps(method))._attached is None
-    with pytest.raises(ValueError, match="attached already"):
+    with pytest.raises(ValueError, match="attached here already"):
         method.attach(model, optimizer)
     attached.remove()
     attached.remove()
@@ -482,3 +483,166 @@ def test_outputs_of_hugging_face_and_missing_outputs(tasks):
         torch.testing.assert_close(first, second)
         with pytest.raises(TypeError, match="tensor of outputs"):
             attached.loss(F.cross_entropy(outputs, y), x, y, "outputs")
+
+
+@pytest.mark.parametrize("name", ["l2", "si", "agem"])
+@pytest.mark.parametrize("explicit", [True, False])
+def test_a_step_that_a_scaler_skips_does_not_affect_the_next(name, explicit, tasks):
+    """An overflow in the second of four steps: the scaler skips it, and the method must not edit less later."""
+    results = []
+    for attach in (True, False):
+        method = METHODS[name]()
+        model = net()
+        train(method, model, tasks[:1], attach=False)
+        x, y = tasks[1][0]
+        method.begin_task(model, as_task(tasks[1]))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+        attached = method.attach(model, optimizer) if attach else None
+        for step in range(4):
+            optimizer.zero_grad()
+            outputs = model(x)
+            if attached is None:
+                loss = method.loss(model, Batch(x, y))
+            else:
+                loss = attached.loss(F.cross_entropy(outputs, y), x, y, outputs)
+            scaler.scale(loss * (float("inf") if step == 1 else 1.0)).backward()
+            scaler.unscale_(optimizer)
+            is_skipped = step == 1
+            if attached is None:
+                if not is_skipped:
+                    method.before_step(model)
+            elif explicit:
+                attached.before_step()
+            scaler.step(optimizer)
+            scaler.update()
+            if attached is None and not is_skipped:
+                method.after_step(model)
+        if attached is not None:
+            attached.remove()
+        results.append(state_vector(model))
+    assert results[0].isfinite().all()
+    torch.testing.assert_close(*results, rtol=1e-7, atol=1e-9)
+
+
+def test_a_closure_that_is_evaluated_twice_is_edited_twice(tasks):
+    class EvaluatesTwice(torch.optim.SGD):
+        def step(self, closure=None):
+            closure()
+            return super().step(closure)
+
+    method = L2(3.0)
+    model = net()
+    train(method, model, tasks[:1], attach=False)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1)
+    x, y = tasks[1][0]
+    expected = torch.autograd.grad(method.loss(model, Batch(x, y)), list(model.parameters()))
+    optimizer = EvaluatesTwice(model.parameters(), lr=0.0)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    with method.attach(model, optimizer):
+        optimizer.step(closure)
+    for p, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad, gradient)
+
+
+def test_a_micro_batch_without_labels_has_no_terms(tasks):
+    model = net()
+    method = ER(16)
+    x, y = tasks[0][0]
+    method.observe(Batch(x, y), model(x))
+    with method.attach(model, torch.optim.SGD(model.parameters(), 0.1)) as attached:
+        loss = attached.loss(model(x).sum() * 0.0, x, torch.full_like(y, -100), model(x), weight=0.0)
+    assert loss == 0
+
+
+def test_batchnorm_needs_the_outputs(tasks):
+    model = net(nn.BatchNorm1d(20))
+    x, y = tasks[0][0]
+    attached = DER(16).attach(model, torch.optim.SGD(model.parameters(), 0.1))
+    with attached, pytest.raises(ValueError, match="statistics of BatchNorm twice"):
+        attached.loss(F.cross_entropy(model(x), y), x, y)
+
+
+@pytest.mark.parametrize("name", ["ewc", "er", "lwf"])
+@pytest.mark.parametrize(("factor", "weight"), [(32.0, 1.0), (0.25, 1.0), (1.0, 32.0)])
+def test_a_wrong_weight_is_refused(name, factor, weight, tasks):
+    model = net()
+    x, y = tasks[0][0]
+    with METHODS[name]().attach(model, torch.optim.SGD(model.parameters(), 0.1)) as attached:
+        outputs = model(x)
+        with pytest.raises(ValueError, match="give weight="):
+            attached.loss(factor * F.cross_entropy(outputs, y), x, y, outputs, weight=weight)
+
+
+def test_losses_that_are_not_numbers_are_refused(tasks):
+    model = net()
+    x, y = tasks[0][0]
+    with ER(16).attach(model, torch.optim.SGD(model.parameters(), 0.1)) as attached:
+        outputs = model(x)
+        with pytest.raises(ValueError, match="single number"):
+            attached.loss(F.cross_entropy(outputs, y, reduction="none"), x, y, outputs)
+
+
+def test_one_method_per_optimizer_and_no_part_of_a_chain(tasks):
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    ewc = EWC(50.0)
+    attached = ewc.attach(model, optimizer)
+    with pytest.raises(ValueError, match="attached here already"):
+        L2().attach(model, optimizer)
+    with pytest.raises(ValueError, match="attached here already"):
+        (ewc + L2()).attach(model, torch.optim.SGD(model.parameters(), 0.1))
+    attached.remove()
+    L2().attach(model, optimizer).remove()
+
+
+def test_a_loop_that_adds_only_a_part_of_a_chain_is_refused(tasks):
+    model = net()
+    ewc = EWC(50.0)
+    chain = ewc + L2(1.0)
+    train(chain, model, tasks[:1], attach=False)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1)
+    x, y = tasks[1][0]
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with chain.attach(model, optimizer), pytest.raises(ValueError, match=r"EWC \+ L2 is attached"):
+        (F.cross_entropy(model(x), y) + ewc.penalty(model)).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("make", [lambda: GenerativeReplay(hidden=8, latent=2), HAT])
+def test_attaching_before_begin_task_is_noticed_at_the_first_step(make, tasks):
+    model = net()
+    method = make()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    x, y = tasks[0][0]
+    with method.attach(model, optimizer) as attached:
+        method.begin_task(model, as_task(tasks[0]))
+        outputs = model(x)
+        attached.loss(F.cross_entropy(outputs, y), x, y, outputs).backward()
+        with pytest.raises(ValueError, match="create it after begin_task"):
+            optimizer.step()
+
+
+def test_a_forgotten_attachment_does_not_break_other_steps(tasks):
+    """Its hook of all optimizers stays, and must not be removed while torch iterates over the hooks."""
+    x, y = tasks[0][0]
+    for _ in range(3):
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        L2().attach(model, optimizer)
+        del optimizer
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer.register_step_pre_hook(lambda *arguments: gc.collect() and None)
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()

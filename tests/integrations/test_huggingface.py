@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from everlearn import DER, ER, EWC, HAT, L2, MAS, SI, Batch, Categorical, DERpp, Gaussian, LwF, Method, PackNet
+from everlearn import AGEM, DER, ER, EWC, HAT, L2, MAS, SI, Batch, Categorical, DERpp, Gaussian, LwF, Method, PackNet
 from everlearn.core.task import as_task
 from tests.helpers import parameter_vector
 
@@ -17,6 +17,7 @@ METHODS = {
     "lwf": lambda: LwF(2.0),
     "er": lambda: ER(30),
     "der": lambda: DER(30),
+    "agem": lambda: AGEM(30),
     "packnet": lambda: PackNet(output="model.classifier"),
     "chain": lambda: EWC(50.0) + ER(30),
 }
@@ -391,3 +392,48 @@ def test_pairs_shift_the_labels_of_a_causal_model():
     model_loss = model(input_ids=tokens, labels=tokens).loss  # in float32
     torch.testing.assert_close(Method().loss(model, Batch(x, y)), model_loss, check_dtype=False)
     EWC(labels="true").end_task(model, Pairs(loader, model))
+
+
+class WithExtraLoss(torch.nn.Module):
+    """A model whose loss has a further term."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.embedding = torch.nn.Embedding(50, 8)
+        self.head = torch.nn.Linear(8, 2)
+
+    def forward(self, input_ids, labels=None, attention_mask=None, **kwargs):
+        logits = self.head(self.embedding(input_ids).mean(1))
+        loss = None
+        if labels is not None:
+            loss = torch.nn.functional.cross_entropy(logits, labels) + logits.square().mean()
+        return transformers.modeling_outputs.SequenceClassifierOutput(loss=loss, logits=logits)
+
+
+def test_a_loss_whose_scale_is_unknown_needs_a_weight(tasks, tmp_path):
+    from everlearn.integrations.huggingface import Continual
+
+    settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+
+    def train(**options):
+        callback = Continual(ER(30), **options)
+        Stock(WithExtraLoss(), arguments(tmp_path, **settings), train_dataset=tasks[0], callbacks=[callback]).train()
+
+    with pytest.raises(ValueError, match=r"Continual\(method, weight=1\.0\)"):
+        train()
+    train(weight=1.0)
+
+
+def test_the_clipping_of_the_arguments_is_restored(tasks, tmp_path):
+    from everlearn.integrations.huggingface import Continual
+
+    class Stop(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            raise KeyboardInterrupt
+
+    settings = arguments(tmp_path, max_grad_norm=0.5)
+    trainer = InOrder(tiny(), settings, train_dataset=tasks[0], callbacks=[Continual(SI()), Stop()])
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert settings.max_grad_norm == 0.5

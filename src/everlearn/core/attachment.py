@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from everlearn.core.attachment_checks import OtherOptimizerWarning, check_attachable, check_weight, torch_optimizer
+from everlearn.core.attachment_checks import (
+    OtherOptimizerWarning,
+    check_attachable,
+    check_method_parameters,
+    check_weight,
+    method_parts,
+    torch_optimizer,
+)
 from everlearn.core.batch import Batch
 from everlearn.core.data_source import unlisted
 from everlearn.core.forward import read_outputs
@@ -33,12 +43,12 @@ class Attachment:
             loss.backward()
             optimizer.step()
 
-    ``before_step`` and ``after_step`` are called by hooks of the optimizer. Scaling, accumulation and clipping act on
-    the method's terms as on the rest of the loss.
+    ``before_step`` and ``after_step`` are called by hooks of the optimizer. Scaling and accumulation act on the
+    method's terms as on the rest of the loss. In a loop that clips, call ``attached.before_step()`` before clipping, so
+    that methods edit gradients before they are clipped, as in a loop of the method's own hooks.
 
-    Methods whose penalty depends on the parameters only (EWC, SI, MAS, L2) also work without that line. The gradient
-    of the penalty is then added right before the step, once per step. Clipping comes earlier in a loop and does not
-    include it: in a loop that clips, write the line.
+    Methods whose penalty depends on the parameters only (EWC, SI, MAS, L2) also work without the line. The gradient of
+    the penalty is then added before the step, once per step.
 
     Args:
         method: any method. Call its ``begin_task`` before the optimizer is created, and its ``end_task`` after the
@@ -57,21 +67,25 @@ class Attachment:
         self.model = model
         self.likelihood = likelihood or Categorical()
 
-        # Of the current step: whether the loop's loss has the method's terms by ``loss`` or by the loop's own call.
+        # Of the current step: whether the loss has the method's terms by ``loss``, and what the loop itself has added.
         self._is_in_loss = False
-        self._is_added_by_loop = False
-        self.is_computing = False
+        self._added_by_loop: set[str] = set()
         self._is_edited = False
         self._is_step_due = False
-        self._is_weight_checked = False
 
+        # Whether the method calls the model itself: integrations do not add terms to such a pass.
+        self.is_computing = False
+        self._is_weight_checked = False
+        self._checked_parameters: list[int] = []
+
+        self._optimizer = weakref.ref(optimizer)
         self._handles = [
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
             register_optimizer_step_pre_hook(OtherOptimizerWarning(self, optimizer)),
         ]
-        weakref.finalize(self, self._handles[-1].remove)
-        for part in _parts(method):
+        optimizer.everlearn_attachment = weakref.ref(self)  # type: ignore[attr-defined]
+        for part in method_parts(method):
             part._attached = self
 
     def loss(
@@ -88,70 +102,109 @@ class Attachment:
                 needed if the loop multiplies the result: ``attached.loss(…) / 4``.
         """
         self._is_in_loss = True
+        if isinstance(weight, (int, float)) and weight == 0:  # no label of the micro-batch counts
+            return loss
+        if not self.method.needs_batch:
+            if outputs is not None and y is not None:
+                self._check_weight(loss, self._make_batch(loss / weight, x, y, outputs), weight)
+            with self._computing():
+                return loss + weight * self.method.penalty(self.model)
+
+        batch = self._make_batch(loss / weight, x, y, outputs)
+        self._check_weight(loss, batch, weight)
+        with self._computing():
+            return self.method.loss(self.model, batch) * weight
+
+    def _check_weight(self, loss: Tensor, batch: Batch, weight: float | Tensor) -> None:
+        """Check the scale of the loop's loss, on the first batch only: the check synchronizes with the device."""
+        if not self._is_weight_checked:
+            self._is_weight_checked = True
+            check_weight(loss, batch, weight)
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        """Mark forward passes and losses inside as the method's."""
         self.is_computing = True
         try:
-            if not self.method.needs_batch:
-                return loss + weight * self.method.penalty(self.model)
-            batch = self._make_batch(loss / weight, x, y, outputs)
-            if not self._is_weight_checked:
-                self._is_weight_checked = True
-                check_weight(loss, batch, weight)
-            return self.method.loss(self.model, batch) * weight
+            yield
         finally:
             self.is_computing = False
 
     def _make_batch(self, loss: Tensor, x: Any, y: Tensor | None, outputs: Any) -> Batch:
         """Create the batch of a loop that has computed its loss, and perhaps its outputs."""
         if x is None:
-            raise ValueError(f"{type(self.method).__name__} needs the examples: attached.loss(loss, x, y, outputs).")
+            raise ValueError(f"{self._name} needs the examples: attached.loss(loss, x, y, outputs).")
+        trains_batch_norm = any(isinstance(m, _BatchNorm) and m.training for m in self.model.modules())
+        if outputs is None and trains_batch_norm:
+            raise ValueError(
+                "A second forward pass would update the running statistics of BatchNorm twice: give the outputs, "
+                "attached.loss(loss, x, y, outputs)."
+            )
         labels = None if y is None else self.likelihood.labels(unlisted(y))
         outputs = None if outputs is None else read_outputs(outputs)
         return Batch(x, labels, likelihood=self.likelihood, outputs=outputs, loop_loss=loss)
 
-    def note_loss(self, loss: Tensor | float) -> None:
-        """Notice when the loop itself differentiates a loss or penalty of the method."""
+    def note_loss(self, method: Method, loss: Tensor | float) -> None:
+        """Notice when the loop itself differentiates a loss or penalty of the method, or of a part of a chain."""
         if not self.is_computing and isinstance(loss, Tensor) and loss.requires_grad:
-            loss.register_hook(self._note_gradient)
-
-    def _note_gradient(self, gradient: Tensor) -> None:
-        self._is_added_by_loop = True
+            name = type(method).__name__
+            loss.register_hook(lambda gradient: self._added_by_loop.add(name))
 
     def before_step(self) -> None:
-        """Add the penalty's gradient if no loss contains it, then let the method edit the gradients; once per step."""
-        has_gradient = any(p.grad is not None for p in self.model.parameters())
-        if self._is_edited or not has_gradient:
+        """Add the penalty's gradient if no loss contains it, then let the method edit the gradients."""
+        if all(p.grad is None for p in self.model.parameters()):
             return
-        self._is_edited = True
-        name = type(self.method).__name__
         is_in_loss = self._is_in_loss
-        is_added_by_loop = self._is_added_by_loop
+        added_by_loop = sorted(self._added_by_loop)
         self._is_in_loss = False
-        self._is_added_by_loop = False
+        self._added_by_loop = set()
 
-        if is_in_loss and is_added_by_loop:
+        self._check_parameters()
+        if is_in_loss and added_by_loop:
+            name = added_by_loop[0]
             raise ValueError(
                 f"The loss of this loop contains terms of {name} twice: by attached.loss(…) and by {name}.loss() or "
                 f"{name}.penalty(). Leave out one of them."
             )
-        if not is_in_loss and not is_added_by_loop:
+        has_parts = len(method_parts(self.method)) > 1
+        if added_by_loop and has_parts and type(self.method).__name__ not in added_by_loop:
+            raise ValueError(
+                f"This loop adds the terms of {', '.join(added_by_loop)}, but {self._name} is attached: take the loss "
+                "from attached.loss(…), which adds all terms."
+            )
+        if not is_in_loss and not added_by_loop:
             self._add_penalty_gradient()
 
-        self.method.before_step(self.model)
+        with self._computing():
+            self.method.before_step(self.model)
+        self._is_edited = True
         self._is_step_due = True
+
+    def _check_parameters(self) -> None:
+        """Raise if the method has got parameters that the optimizer lacks, as after a later ``begin_task``."""
+        parameters = [id(p) for p in self.method.parameters()]
+        optimizer = self._optimizer()
+        if parameters != self._checked_parameters and optimizer is not None:
+            self._checked_parameters = parameters
+            check_method_parameters(self.method, optimizer)
+
+    @property
+    def _name(self) -> str:
+        """The method's name; of a chain, its methods' names."""
+        parts = method_parts(self.method)
+        return " + ".join(type(part).__name__ for part in parts[1:] or parts)
 
     def _add_penalty_gradient(self) -> None:
         """Add the gradient of a penalty that depends on the parameters only."""
         if self.method.needs_batch:
             raise ValueError(
-                f"{type(self.method).__name__} needs the examples of each step: after the model's outputs and before "
+                f"{self._name} needs the examples of each step: after the model's outputs and before "
                 "backward(), write loss = attached.loss(loss, x, y, outputs)."
             )
-        self.is_computing = True
-        with torch.enable_grad():
+        with self._computing(), torch.enable_grad():
             penalty = self.method.penalty(self.model)
             if isinstance(penalty, Tensor) and penalty.requires_grad:
                 penalty.backward()
-        self.is_computing = False
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Edit the gradients before the step, or after the closure that computes them."""
@@ -164,12 +217,16 @@ class Attachment:
         is_positional = len(args) > 1
         closure = args[1] if is_positional else kwargs.get("closure")
         if closure is None:
-            self.before_step()
+            if not self._is_edited:
+                self.before_step()
             return None
 
+        # A line search evaluates the closure several times, each time with new gradients.
         def closure_and_edit() -> Any:
+            self._is_edited = False
             loss = closure()
-            self.before_step()
+            if not self._is_edited:
+                self.before_step()
             return loss
 
         if is_positional:
@@ -182,14 +239,20 @@ class Attachment:
         self._is_edited = False
         self._is_step_due = False
         if is_step_due:
-            self.method.after_step(self.model)
+            with self._computing():
+                self.method.after_step(self.model)
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether the method is still attached."""
+        return bool(self._handles)
 
     def remove(self) -> None:
         """Detach the method from the loop."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        for part in _parts(self.method):
+        for part in method_parts(self.method):
             if part._attached is self:
                 part._attached = None
 
@@ -202,8 +265,3 @@ class Attachment:
     def __reduce__(self) -> Any:
         # A copied or saved method is not attached.
         return type(None), ()
-
-
-def _parts(method: Method) -> tuple[Method, ...]:
-    """Return a method and, of a chain, its methods."""
-    return (method, *getattr(method, "methods", ()))

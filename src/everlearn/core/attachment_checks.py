@@ -13,14 +13,15 @@ from torch.optim import Optimizer
 
 from everlearn.core.batch import Batch
 from everlearn.core.likelihood import Bernoulli, Gaussian
-from everlearn.core.parameters import refuse_meta
+from everlearn.core.parameters import accumulate_dtype, refuse_meta
 
 if TYPE_CHECKING:
     from everlearn.core.attachment import Attachment
     from everlearn.core.method import Method
 
-# Relative difference between two ways to compute the same loss, in any precision.
+# Relative difference between two ways to compute the same loss, in single and in half precision.
 TOLERANCE = 1e-3
+HALF_TOLERANCE = 2e-2
 
 
 def torch_optimizer(optimizer: Any) -> Optimizer:
@@ -48,18 +49,17 @@ def check_attachable(method: Method, model: nn.Module, optimizer: Optimizer) -> 
             "Parameters of this model have hooks that use each gradient during backward(), as optimizers do that step "
             "there: a method needs all gradients of a step together."
         )
-    if method._attached is not None and method._attached._handles:
+    other = getattr(optimizer, "everlearn_attachment", lambda: None)()
+    is_optimizer_taken = other is not None and other.is_attached
+    is_method_taken = any(part._attached is not None and part._attached.is_attached for part in method_parts(method))
+    if is_optimizer_taken or is_method_taken:
         raise ValueError(
-            "This method is attached already: call attached.remove() first. To use two methods, chain them: "
+            "A method is attached here already: call attached.remove() first. To use two methods, chain them: "
             "EWC() + ER()."
         )
+    check_method_parameters(method, optimizer)
 
     optimized_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if any(p.requires_grad and id(p) not in optimized_ids for p in method.parameters()):
-        raise ValueError(
-            f"{type(method).__name__} has parameters that this optimizer does not have: create it after "
-            "begin_task(model, task), with [*model.parameters(), *method.parameters()]."
-        )
     missing = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in optimized_ids]
     if missing:
         names = ", ".join(missing[:3])
@@ -68,6 +68,21 @@ def check_attachable(method: Method, model: nn.Module, optimizer: Optimizer) -> 
         raise ValueError(
             f"This optimizer does not have {names}: a method needs one optimizer with all trainable parameters. "
             "Freeze the others with p.requires_grad_(False)."
+        )
+
+
+def method_parts(method: Method) -> tuple[Method, ...]:
+    """Return a method and, of a chain, its methods."""
+    return (method, *getattr(method, "methods", ()))
+
+
+def check_method_parameters(method: Method, optimizer: Optimizer) -> None:
+    """Raise if an optimizer lacks parameters of the method, because it was created before ``begin_task``."""
+    optimized_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if any(p.requires_grad and id(p) not in optimized_ids for p in method.parameters()):
+        raise ValueError(
+            f"{type(method).__name__} has parameters that this optimizer does not have: create it after "
+            "begin_task(model, task), with [*model.parameters(), *method.parameters()], and attach to it."
         )
 
 
@@ -88,12 +103,21 @@ def common_weights(batch: Batch) -> dict[str, float]:
 
 
 @torch.no_grad()
-def has_weight(loss: Tensor, batch: Batch, weight: float) -> bool:
-    """Return whether a loss is the likelihood's mean loss of the batch times a weight."""
-    if batch.outputs is None or batch.y is None:
-        return False
-    mean_loss = float(batch.likelihood.loss(batch.outputs, batch.y, batch.allowed_rows))
-    return mean_loss > 0 and math.isclose(float(loss), weight * mean_loss, rel_tol=TOLERANCE)
+def find_ratio(loss: Tensor, batch: Batch) -> float | None:
+    """Return the ratio of a loss to the likelihood's mean loss of the batch; None if it is unknown."""
+    if batch.outputs is None or batch.y is None or loss.dim():
+        return None
+    outputs = batch.outputs.to(accumulate_dtype(batch.outputs))
+    mean_loss = float(batch.likelihood.loss(outputs, batch.y, batch.allowed_rows))
+    if not mean_loss > 0:
+        return None
+    return float(loss) / mean_loss
+
+
+def is_close(ratio: float, weight: float, loss: Tensor) -> bool:
+    """Return whether a ratio is a weight, up to the rounding of the loss."""
+    tolerance = TOLERANCE if loss.dtype in (torch.float32, torch.float64) else HALF_TOLERANCE
+    return math.isclose(ratio, weight, rel_tol=tolerance)
 
 
 def check_weight(loss: Tensor, batch: Batch, weight: float | Tensor) -> None:
@@ -101,14 +125,30 @@ def check_weight(loss: Tensor, batch: Batch, weight: float | Tensor) -> None:
 
     A loss that is no such multiple is the loop's own, as with label smoothing, and is used as it is.
     """
-    if has_weight(loss, batch, float(weight)):
+    if loss.dim():
+        raise ValueError(f"The loss must be a single number, got shape {tuple(loss.shape)}: take its mean.")
+    if float(weight) < 0:
+        raise ValueError(f"weight must be 0 or more, got {float(weight):g}.")
+    ratio = find_ratio(loss, batch)
+    if ratio is None or is_close(ratio, float(weight), loss):
         return
     for name, common_weight in common_weights(batch).items():
-        if has_weight(loss, batch, common_weight):
+        if is_close(ratio, common_weight, loss):
             raise ValueError(
                 f"This loss is {name}, {common_weight:g} times the mean loss per label of {batch.likelihood}: give "
-                f"attached.loss(…, weight={common_weight:g}), or take the mean."
+                f"weight={common_weight:g}, or take the mean."
             )
+
+    # A mean with the weight of a sum, or a loss that is divided before it is passed.
+    factor = ratio / float(weight)
+    whole = max(round(factor), round(1 / factor))
+    is_exact = loss.dtype in (torch.float32, torch.float64)
+    if is_exact and whole > 1 and min(abs(factor / whole - 1), abs(factor * whole - 1)) < 1e-5:
+        raise ValueError(
+            f"This loss is {ratio:g} times the mean loss per label of {batch.likelihood}, but its weight is "
+            f"{float(weight):g}: give weight={ratio:g}. In a loop that accumulates, divide the result: "
+            "attached.loss(…) / 4."
+        )
 
 
 class OtherOptimizerWarning:

@@ -59,6 +59,8 @@ def check_method(
     # Imported here because a chain is a method, which imports this module.
     from everlearn.core.chain import label
 
+    if batch is not None and not isinstance(batch, Batch):
+        raise TypeError(f"check() needs a Batch, got a {type(batch).__name__}: write Batch(x, y).")
     problems = _find_problems(method, model)
     if optimizer is not None:
         problems += _find_optimizer_problems(method, model, optimizer)

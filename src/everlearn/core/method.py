@@ -158,7 +158,7 @@ class Method:
     def _note_loss(self, loss: Tensor) -> Tensor:
         """Return the loss unchanged, after reporting it to the attachment, which would add it a second time."""
         if self._attached is not None:
-            self._attached.note_loss(loss)
+            self._attached.note_loss(self, loss)
         return loss
 
     def attach(self, model: nn.Module, optimizer: Optimizer, likelihood: Likelihood | None = None) -> Attachment:

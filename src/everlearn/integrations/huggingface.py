@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from everlearn.core.attachment import Attachment
-from everlearn.core.attachment_checks import common_weights, has_weight
+from everlearn.core.attachment_checks import common_weights, find_ratio, is_close
 from everlearn.core.batch import Batch
 from everlearn.core.check import refuse_problems
 from everlearn.core.data_source import as_rows
@@ -57,6 +57,8 @@ class Continual(TrainerCallback):  # type: ignore[misc]
         task: the data or a ``Task``, for methods that need it; by default the Trainer's data.
         likelihood: distribution of the outputs.
         checkpoint: folder to resume from, if it is not a checkpoint in the Trainer's output folder.
+        weight: factor of a mean over the batch's labels in the model's loss, or a function of the model's keyword
+            arguments that returns it; by default it is recognized. See ``Attachment.loss``.
     """
 
     def __init__(
@@ -65,11 +67,13 @@ class Continual(TrainerCallback):  # type: ignore[misc]
         task: Any = None,
         likelihood: Likelihood | None = None,
         checkpoint: str | Path | None = None,
+        weight: float | Callable[[dict[str, Any]], float] | None = None,
     ) -> None:
         self.method = method
         self.task = task
         self.likelihood = likelihood
         self.checkpoint = checkpoint
+        self.weight = weight
         self._attached: Attachment | None = None
         self._hook: Any = None
         self._loss_kind: str | None = None
@@ -103,12 +107,6 @@ class Continual(TrainerCallback):  # type: ignore[misc]
         self._loss_kind = None
         self._hook = inner_model.register_forward_hook(self._after_pass, with_kwargs=True)
 
-        # A method edits gradients before they are clipped, and the Trainer has no hook there: it clips here instead.
-        if self.method.changes("before_step"):
-            self._max_grad_norm = args.max_grad_norm
-            args.max_grad_norm = 0.0
-            self._training_arguments = args
-
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End the task, and save the consolidated state; checkpoints were written before."""
         if self._attached is None:
@@ -119,13 +117,26 @@ class Continual(TrainerCallback):  # type: ignore[misc]
         if args.save_strategy != "no":
             save(self.method, args.output_dir)
 
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Postpone the Trainer's clipping, which has no hook before it: methods edit gradients before it."""
+        if self._attached is not None and self.method.changes("before_step"):
+            self._max_grad_norm = args.max_grad_norm
+            args.max_grad_norm = 0.0
+            self._training_arguments = args
+
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Let the method edit the gradients, then clip them."""
         if self._attached is None or self._training_arguments is None:
             return
+        self._restore_clipping()
         self._attached.before_step()
-        if self._max_grad_norm:
-            nn.utils.clip_grad_norm_(self._attached.model.parameters(), self._max_grad_norm)
+        if args.max_grad_norm:
+            nn.utils.clip_grad_norm_(self._attached.model.parameters(), args.max_grad_norm)
+
+    def _restore_clipping(self) -> None:
+        if self._training_arguments is not None:
+            self._training_arguments.max_grad_norm = self._max_grad_norm
+            self._training_arguments = None
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Save the method's state in the model's checkpoint."""
@@ -144,9 +155,7 @@ class Continual(TrainerCallback):  # type: ignore[misc]
             self._attached.remove()
             self._hook.remove()
             self._attached = None
-        if self._training_arguments is not None:
-            self._training_arguments.max_grad_norm = self._max_grad_norm
-            self._training_arguments = None
+        self._restore_clipping()
 
     def _after_pass(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Any:
         """Add the method's terms to the loss that the model has computed."""
@@ -166,31 +175,46 @@ class Continual(TrainerCallback):  # type: ignore[misc]
         batch = {name: value for name, value in kwargs.items() if isinstance(value, Tensor) and value.dim()}
         x, y = split_batch(model, batch)
         logits = extract_logits(model, outputs)
-        weight = self._find_weight(loss, y, logits, kwargs.get("num_items_in_batch"))
+        weight = self._find_weight(loss, y, logits, kwargs)
         outputs["loss"] = self._attached.loss(loss, x, y, logits, weight=weight)
         return outputs
 
-    def _find_weight(self, loss: Tensor, y: Tensor | None, logits: Tensor, num_items: Any) -> float:
+    def _find_weight(self, loss: Tensor, y: Tensor | None, logits: Tensor, kwargs: dict[str, Any]) -> float:
         """Return the factor of a mean over labels in the model's loss.
 
         Some models divide a sum by the number of labels of all accumulated batches, others ignore that number and
-        take a mean. Losses of regression and of several labels are means over outputs, too.
+        take a mean. Losses of regression and of several labels are means over outputs, too. Which of these a loss is,
+        is found by computing them, once.
         """
-        likelihood = self._current_task.likelihood
+        if self.weight is not None:
+            return self.weight(kwargs) if callable(self.weight) else self.weight
         if y is None:
             return 1.0
-        batch = Batch(logits, likelihood.labels(y), likelihood=likelihood, outputs=logits)
+        likelihood = self._current_task.likelihood
+        batch = Batch(logits, likelihood.labels(y), likelihood=likelihood, outputs=logits.detach())
         weights = {"a mean": 1.0, **common_weights(batch)}
+        num_items = kwargs.get("num_items_in_batch")
         if num_items is not None:
             weights["a share of all accumulated labels"] = batch.weight / float(num_items)
+        if self._loss_kind is not None:
+            return weights[self._loss_kind]
+        if not batch.weight:
+            return 0.0
 
-        # The kind of loss is recognized once, on a batch on which it can be told from the others.
-        if self._loss_kind is None:
-            kinds = [kind for kind, weight in weights.items() if has_weight(loss, batch, weight)]
-            if len({weights[kind] for kind in kinds}) == 1 and len(kinds) == 1:
-                self._loss_kind = kinds[0]
-            return weights[kinds[0]] if kinds else 1.0
-        return weights[self._loss_kind]
+        ratio = find_ratio(loss, batch)
+        kinds = [kind for kind, weight in weights.items() if ratio is not None and is_close(ratio, weight, loss)]
+        if len(kinds) == 1:
+            self._loss_kind = kinds[0]
+        if kinds:
+            return weights[kinds[0]]
+        if num_items is not None and batch.weight != float(num_items):
+            raise ValueError(
+                f"The loss of {type(self._attached.model).__name__ if self._attached else 'the model'} is neither the "
+                f"mean loss of {likelihood} nor its share of all accumulated labels, so that the method's terms cannot "
+                "be weighted: give their weight, Continual(method, weight=1.0) for a mean over the batch, or a "
+                "function of the model's keyword arguments."
+            )
+        return 1.0
 
 
 class Pairs:

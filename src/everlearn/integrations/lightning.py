@@ -156,6 +156,10 @@ class Continual(Callback):  # type: ignore[misc]
             x, outputs = passes[0]
             _, y, _ = as_rows(batch)
             total = self._attached.loss(loss, x, y, outputs, weight=weight)
+        elif len(passes) == 1:
+            x, outputs = passes[0]
+            _, y, _ = as_rows(batch)
+            total = self._attached.loss(loss, x, y, outputs, weight=weight)
         else:
             total = self._attached.loss(loss, weight=weight)
         return {**result, "loss": total} if isinstance(result, Mapping) else total

@@ -41,6 +41,9 @@ NUM_EXAMPLES = 8
 # What a model may raise for a batch of a size, or with a number of units, that its code does not expect.
 MODEL_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError)
 
+# Why a layer that no traced example calls has no link.
+NOT_CALLED = "the traced examples do not call it as a module; layers inside nn.MultiheadAttention never are"
+
 
 @dataclass(frozen=True)
 class Structure:
@@ -145,7 +148,7 @@ def read_example(model: nn.Module, task: Any) -> Any:
     """Read inputs of a few examples of a task, on the model's device; None if there are none to read.
 
     The training loop misses nothing: a DataLoader's random generators are put back, and the first batch of an iterator
-    is put back into the task. The iterator of somebody who has no Task is not read.
+    is put back into the task. An iterator outside a Task is not read.
     """
     data = as_task(task)
     splits: tuple[Split, ...] = ("train", "valid", "test")
@@ -229,7 +232,7 @@ def _merge_passes(name: str, passes: list[UnitTracker], tied_layers: set[str]) -
     if len({tracker.num_calls[name] for tracker in passes}) > 1:
         return "it is called a varying number of times, depending on the data"
     if not passes[0].num_calls[name]:
-        return "it is never called as a module, as the layers inside nn.MultiheadAttention"
+        return NOT_CALLED
 
     merged: Link | str | None = None
     for tracker in passes:

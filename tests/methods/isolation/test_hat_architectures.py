@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 from transformers import BertConfig, BertForSequenceClassification
 
 import everlearn
@@ -166,3 +167,36 @@ def test_reading_examples_leaves_a_data_loader_as_it_was(generator):
         return torch.cat([batch.x for batch in task.batches(8)])
 
     assert torch.equal(read_order(begin=True), read_order(begin=False))
+
+
+class RareBranch(nn.Module):
+    """A layer that only inputs far from the others reach."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 16)
+        self.middle = nn.Linear(16, 16)
+        self.rare = nn.Linear(16, 16)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x):
+        h = self.first(x).relu()
+        z = self.middle(h)
+        is_far = x[:, 0] > 2
+        if is_far.any():
+            z = z + self.rare(h) * is_far[:, None]
+        return self.head(z.relu())
+
+
+def test_a_branch_that_no_traced_example_takes_is_refused_when_it_is_taken():
+    torch.manual_seed(0)
+    x = torch.randn(40, 4).clamp(max=1.9)
+    y = torch.arange(40) % 2
+    model = RareBranch()
+    method = HAT()
+    everlearn.train(model, method, (x, y), batch_size=20)
+    x[-1, 0] = 3.0
+    with pytest.raises(ValueError, match=r"The layer 'rare' is called, but the examples on which HAT"):
+        everlearn.train(model, method, (x, y), batch_size=20)
+    method.detach(model)
+    assert model(x).shape == (40, 4)

@@ -92,9 +92,9 @@ def test_weights_follow_the_number_of_tasks():
     assert rows == [2 * len(batch)]
     torch.testing.assert_close(outputs, model(batch.x))
 
-    # The generator draws for the new inputs first, then x′, then for x′.
-    noise = twin._draw_noise(len(batch), batch.x)
+    # The generator draws x′ first, then noise for the new inputs, then for x′.
     x = twin._generate_inputs(batch)
+    noise = twin._draw_noise(len(batch), batch.x)
     replay_noise = twin._draw_noise(len(x), x)
     replay_loss = twin._replay_loss(batch, x, teacher_outputs(model, twin.teacher, x), model(x))
     generator_loss = twin._generator.loss(batch.x, noise) / 3 + twin._generator.loss(x, replay_noise) * 2 / 3

@@ -19,6 +19,7 @@ from everlearn.methods.isolation.base import Isolation, shorten_names
 from everlearn.runtime import distributed
 from everlearn.surgery.freezing import is_compiled, remove_entry_hooks, seen_by_compiler
 from everlearn.surgery.tracing import (
+    NOT_CALLED,
     Link,
     find_structure,
     keeps_units_separate,
@@ -158,6 +159,12 @@ class GatedUnits(Isolation):
         remove_entry_hooks(inner, Gate)
         for link, consumer in zip(self._links, consumers, strict=True):
             consumer.register_forward_pre_hook(Gate(self, link))
+
+        # A layer in a branch that no traced example takes would read units without their gates.
+        remove_entry_hooks(inner, UntracedLayer)
+        for name, reason in self.unlinked:
+            if reason == NOT_CALLED:
+                inner.get_submodule(name).register_forward_pre_hook(UntracedLayer(name))
         seen_by_compiler(model)
 
     def _has_gate(self, layer: nn.Module) -> bool:
@@ -289,6 +296,21 @@ class Gate:
         return self
 
 
+class UntracedLayer:
+    """Pre-hook of a layer that no traced example has called: raises when it is called after all."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Raise."""
+        raise ValueError(
+            f"The layer {self.name!r} is called, but the examples on which HAT found the units did not call it: it "
+            "would read units without their gates, and earlier tasks would change. Put an example that takes this "
+            "branch among the first eight of the first task, or name the layers, groups=…."
+        )
+
+
 class LinkTest:
     """A forward pre-hook of the model that tests the links on its first batch in training."""
 
@@ -308,8 +330,9 @@ class LinkTest:
 
 
 def remove_gates(model: nn.Module) -> None:
-    """Remove the gates and the test of links from a model."""
+    """Remove the gates, the test of links and the guards of untraced layers from a model."""
     remove_entry_hooks(model, Gate)
+    remove_entry_hooks(model, UntracedLayer)
     remove_entry_hooks(model, LinkTest)
 
 

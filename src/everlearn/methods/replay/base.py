@@ -17,6 +17,7 @@ from everlearn.core.check import format_bytes
 from everlearn.core.forward import forward
 from everlearn.core.hyperparameters import Range
 from everlearn.core.method import Method
+from everlearn.core.parameters import evaluating
 from everlearn.memory import Memory
 from everlearn.runtime import distributed
 from everlearn.runtime.randomness import derive, seeded
@@ -95,7 +96,9 @@ class Replay(Method):
         """Return the size of the memory."""
         facts = {"memory": f"{len(self.memory):,} of {self.capacity:,} examples, policy {self.policy}"}
         if batch is not None and len(batch):
-            tensors = [v for v in tree_leaves(self.row_fields(batch, batch.labels())) if isinstance(v, Tensor)]
+            with torch.no_grad(), evaluating(model):
+                outputs = batch.forward(model)
+            tensors = [v for v in tree_leaves(self.row_fields(batch, outputs)) if isinstance(v, Tensor)]
             example_bytes = sum(v.numel() * v.element_size() for v in tensors) / len(batch)
             facts["memory"] += f", up to {format_bytes(example_bytes * self.capacity)}"
         return facts

@@ -20,8 +20,9 @@ class ERACE(Replay):
 
         L = CE(current batch, over its own classes) + CE(memory, over all allowed classes)
 
-    The loss of new classes does not lower the logits of old ones; the balance between them is learned from the memory
-    alone. A simple and strong baseline for class-incremental online streams.
+    The loss of new classes replaces that of a loop that the method is attached to. It does not lower the logits of
+    old ones; the balance between them is learned from the memory alone. A simple and strong baseline for
+    class-incremental online streams.
 
     Args:
         capacity: number of stored examples.

@@ -79,6 +79,8 @@ class GEM(Replay):
             return
 
         g = torch.cat([dense_gradient(p).flatten() for p in parameters])
+        if not g.isfinite().all():  # a gradient scaler will skip this step
+            return
         projected = project_to_cone(g, torch.stack(gradient_rows), self.margin, self.ridge)
         if projected is g:
             return

@@ -113,13 +113,14 @@ class GenerativeReplay(Method):
                 "The generator was built for inputs in [0, 1], and these are outside: scale the inputs of all tasks to "
                 "the same range."
             )
-        noise = self._draw_noise(len(batch), batch.x)
         if not self.teacher:
             task_loss, outputs = super().task_loss(model, batch)
+            noise = self._draw_noise(len(batch), batch.x)
             return task_loss + self._generator.loss(batch.x, noise), outputs
         self._check_statistics(model)
 
         x = self._generate_inputs(batch)
+        noise = self._draw_noise(len(batch), batch.x)
         outputs, generated_outputs = forward_both(model, batch, x, self.joint)
         target = teacher_outputs(model, self.teacher, x)
         replay_loss = self._replay_loss(batch, x, target, generated_outputs)
@@ -132,8 +133,8 @@ class GenerativeReplay(Method):
         generator_loss = self._generator.loss(
             torch.cat([batch.x, x]), joint_noise, torch.cat([new_weights, replay_weights])
         )
-        loss = task_weight * batch.loss(outputs) + (1 - task_weight) * replay_loss + generator_loss
-        return loss, outputs
+        penalty = generator_loss + (1 - task_weight) * replay_loss
+        return task_weight * batch.loss(outputs) + penalty, outputs
 
     def _replay_loss(self, batch: Batch, x: Tensor, target: Tensor, outputs: Tensor) -> Tensor:
         """Compute L_replay, the mean over old tasks of the loss on generated inputs.
