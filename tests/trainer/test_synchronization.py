@@ -38,7 +38,7 @@ CPU_FUNCTIONS = {"_refuse_nan", "_is_one", "_is_known_finite"}
 
 # Synchronizations of ten steps at most, with the reason; all other methods have none.
 MAX_COUNTS = {
-    "gem": 140,  # its quadratic program is solved with conditions on the values
+    "gem": 400,  # its quadratic program is solved with conditions on the values, in as many rounds as it needs
     "den": 60,  # whether all entries of a layer are locked, which entries to lock, and whether the loss is low enough
     "expandnet": 30,  # the loss that is compared with the threshold, and which units the lasso has removed
 }
