@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import everlearn
 
 ROOT = Path(everlearn.__file__).parent
@@ -69,7 +71,7 @@ def test_both_import_statements_are_recognized(tmp_path):
 
 def test_importing_everlearn_loads_only_its_dependencies():
     code = (
-        "import sys, torch, tqdm.auto; before = set(sys.modules); import everlearn; "
+        "import sys, torch, tqdm.auto; before = set(sys.modules); from everlearn import *; "
         "print(*sorted({m.split('.')[0] for m in set(sys.modules) - before}))"
     )
     loaded_modules = subprocess.run(
@@ -78,3 +80,16 @@ def test_importing_everlearn_loads_only_its_dependencies():
     allowed = {"everlearn", "torch", "numpy", "safetensors", "tqdm", *sys.stdlib_module_names}
     assert set(loaded_modules) <= allowed
     assert not {"cyclopts", "pydantic", "yaml", "torch._dynamo"} & set(loaded_modules)
+
+
+def test_every_public_name_is_imported_on_first_use():
+    code = (
+        "import sys, everlearn; assert 'torch' not in sys.modules; "
+        "missing = set(everlearn.__all__) - set(dir(everlearn)); "
+        "from everlearn import *; print(*missing, *set(everlearn.__all__) - set(globals()))"
+    )
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert process.stdout.split() == []
+    with pytest.raises(AttributeError, match="module 'everlearn' has no attribute 'EVC'"):
+        everlearn.EVC  # noqa: B018
+    assert all(getattr(everlearn.methods, name) is getattr(everlearn, name) for name in everlearn.methods.__all__)

@@ -6,11 +6,11 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
-from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import ValidationError
 
-from everlearn.core.task import Scenario
+from everlearn.cli.options import AdviseOptions
+from everlearn.core.scenario import Scenario
 from everlearn.core.traits import Traits
 from everlearn.experiments.advice import (
     BYTES_PER_NUMBER,
@@ -26,7 +26,6 @@ from everlearn.experiments.parsing import UsageError, explain
 from everlearn.experiments.recorded import load_recorded
 from everlearn.results.report.rows import mean_and_std
 
-YesNo = Literal["yes", "no"]
 QUESTIONS = {
     "scenario": "What is known about an example at test time?\n"
     "  task    its task\n"
@@ -50,54 +49,6 @@ SCENARIO_DESCRIPTIONS: dict[Scenario, str] = {
 }
 MAX_WIDTH = 100  # of printed lines
 CODE_PREFIXES = ("  everlearn run", "  from ", "  stream", "  print")
-
-
-class AdviseOptions(BaseModel):
-    """Options of ``everlearn advise``; None means no constraint."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-    scenario: Scenario | None = Field(
-        None,
-        description="What is known about an example at test time. task: its task. domain: nothing; all tasks have the "
-        "same classes. class: nothing; later tasks add classes.",
-    )
-    keep_data: YesNo | None = Field(None, description="Whether examples of old tasks may be stored.")
-    grow: YesNo | None = Field(None, description="Whether the model may grow with the number of tasks.")
-    labels: YesNo | None = Field(
-        None,
-        description="Whether the data to remember has labels; if not, there are only a trained model and inputs.",
-    )
-    boundaries: YesNo | None = Field(None, description="Whether task boundaries are known during training.")
-    tasks: int | None = Field(None, ge=1, description="Number of tasks.")
-    time: float | None = Field(
-        None, gt=0, allow_inf_nan=False, description="Maximum time of a step, in baseline steps."
-    )
-    memory: str | None = Field(
-        None,
-        description="Memory a method may use besides the model: copies of the model, as in 2x, or bytes, as in 20MB.",
-    )
-    parameters: int | None = Field(
-        None, ge=1, description="Number of parameters of the model; needed if the memory is given in bytes."
-    )
-    inputs: int | None = Field(
-        None, ge=1, description="Numbers per example (784 for 28 × 28), to compute how many examples fit the memory."
-    )
-
-    @field_validator("memory")
-    @classmethod
-    def _check_memory(cls, value: str | None) -> str | None:
-        # Raises if the amount cannot be parsed.
-        is_in_bytes(value)
-        return value
-
-    def needs(self) -> Needs:
-        """Convert to the constraints of the library."""
-        constraints = {name: value == "yes" if value in ("yes", "no") else value for name, value in self}
-        try:
-            return Needs(**constraints)
-        except ValueError as error:
-            raise UsageError(f"{error} On the command line: --parameters.") from None
 
 
 def print_advice(options: AdviseOptions) -> int:
@@ -147,7 +98,7 @@ def _is_relevant(name: str, values: dict[str, object]) -> bool:
 
 def format_advice(options: AdviseOptions) -> Iterator[str]:
     """Paragraphs of the advice, indented as they are to be wrapped."""
-    needs = options.needs()
+    needs = _needs_of(options)
     advices = advise(needs, load_recorded())
     fitting = [advice for advice in advices if advice.fits]
     misfits = [advice for advice in advices if not advice.fits]
@@ -180,6 +131,15 @@ def format_advice(options: AdviseOptions) -> Iterator[str]:
             yield f"  {advice.name:{name_width}}  " + "; ".join(objections)
     if fitting:
         yield from _format_examples(fitting[:3], needs)
+
+
+def _needs_of(options: AdviseOptions) -> Needs:
+    """Convert the options to the constraints of the library."""
+    constraints = {name: value == "yes" if value in ("yes", "no") else value for name, value in options}
+    try:
+        return Needs(**constraints)
+    except ValueError as error:
+        raise UsageError(f"{error} On the command line: --parameters.") from None
 
 
 def _format_options(options: AdviseOptions) -> Iterator[str]:

@@ -1,34 +1,31 @@
-"""The commands of ``everlearn``."""
+"""The commands of ``everlearn``, each of which imports what it needs when it runs."""
 
 from __future__ import annotations
 
 import io
 import sys
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
-import torch
 from cyclopts import App, CycloptsError, Parameter
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from tqdm.auto import tqdm
+from pydantic import Field, ValidationError
 
-from everlearn.cli.advise import AdviseOptions, print_advice
-from everlearn.cli.list import print_lists, print_method
-from everlearn.cli.reproduce import ReproduceOptions, reproduce_tables
-from everlearn.cli.tune import TuneGrid, TuneOptions, run_studies
-from everlearn.cli.update import Updating, give_update
-from everlearn.experiments.executors import outcomes
-from everlearn.experiments.grid import Grid, GridRun, grid_runs, read_grid
+from everlearn.cli.options import (
+    AdviseOptions,
+    CompareOptions,
+    ReportFormat,
+    ReproduceOptions,
+    TuneGrid,
+    TuneOptions,
+    Updating,
+)
+from everlearn.experiments.options import Grid, read_grid
 from everlearn.experiments.parsing import UsageError, explain
-from everlearn.methods import METHODS
-from everlearn.results.report.serve import create_server
-from everlearn.results.report.table import overview, table
-from everlearn.results.report.write import Format, write
-from everlearn.results.result import Result, result_files
-from everlearn.runtime.escaping import printable, printable_lines
+from everlearn.runtime.escaping import printable_lines
 
+# Options are frozen, so that an instance is a safe default. It is constructed without a validator, which takes longer
+# to build than the help text.
 app = App(
     name="everlearn",
     help="Continual learning: train a model on one task after the other without forgetting.\n\n"
@@ -40,23 +37,11 @@ app = App(
 )
 
 
-class CompareOptions(BaseModel):
-    """Options of ``everlearn compare``."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-    methods: str = Field("all", description="Methods, separated by commas, or 'all'.")
-    scenario: str = Field("all", description="Any of task, domain, class, separated by commas, or 'all'.")
-    seeds: int = Field(1, ge=1, description="Number of seeds, starting at 0; several give a standard deviation.")
-    epochs: int | None = Field(None, ge=1, description="Epochs per task; default: 10.")
-    workers: int = Field(1, ge=1, description="Number of worker processes.")
-    threads: int = Field(1, ge=1, description="Number of torch threads; small models are fastest with 1.")
-    out: Path = Field(Path("runs/compare"), description="Folder of the results; existing results are reused ...")
-    force: bool = Field(False, description="... unless this is set.")
-
-
 @app.command
-def compare(*, options: Annotated[CompareOptions, Parameter(name="*")] = CompareOptions()) -> int:  # noqa: B008
+def compare(
+    *,
+    options: Annotated[CompareOptions, Parameter(name="*")] = CompareOptions.model_construct(),  # noqa: B008
+) -> int:
     """Compare all methods on handwritten digits in all three scenarios, as one table. Takes a few minutes.
 
     Five tasks of two digits each are learned one after the other. 'joint' learns them all at once and is the upper
@@ -65,28 +50,16 @@ def compare(*, options: Annotated[CompareOptions, Parameter(name="*")] = Compare
     Args:
         options: What to compare.
     """
-    methods = options.methods
-    if methods == "all":
-        methods = ",".join(["joint", *METHODS])
-    grid = Grid(
-        stream="digits",
-        methods=methods,
-        scenario=options.scenario,
-        seeds=options.seeds,
-        epochs=options.epochs,
-        threads=options.threads,
-        workers=options.workers,
-        out=options.out,
-    )
-    exit_code, results = _execute_runs(list(grid_runs(grid)), grid, options.force, print_results=False)
-    if results:
-        print(overview(results))
-        print(f"\nThe results are in {options.out}; 'everlearn report {options.out}' shows more of them.")
-    return exit_code
+    from everlearn.cli.run import compare_methods
+
+    return compare_methods(options)
 
 
 @app.command
-def advise(*, options: Annotated[AdviseOptions, Parameter(name="*")] = AdviseOptions()) -> int:  # noqa: B008
+def advise(
+    *,
+    options: Annotated[AdviseOptions, Parameter(name="*")] = AdviseOptions.model_construct(),  # noqa: B008
+) -> int:
     """List the methods that fit a project, best first, with measured results, and reasons against the others.
 
     On a terminal, options that are not given are asked for; otherwise they are not taken into account. Each result is
@@ -97,6 +70,8 @@ def advise(*, options: Annotated[AdviseOptions, Parameter(name="*")] = AdviseOpt
     Args:
         options: Constraints of the project.
     """
+    from everlearn.cli.advise import print_advice
+
     return print_advice(options)
 
 
@@ -104,7 +79,7 @@ def advise(*, options: Annotated[AdviseOptions, Parameter(name="*")] = AdviseOpt
 def run(
     config: Path | None = None,
     *,
-    grid: Annotated[Grid, Parameter(name="*")] = Grid(),  # noqa: B008 - a frozen model is a safe default
+    grid: Annotated[Grid, Parameter(name="*")] = Grid.model_construct(),  # noqa: B008
     dry_run: bool = False,
     force: bool = False,
 ) -> int:
@@ -120,21 +95,17 @@ def run(
     """
     if config is not None:
         grid = read_grid(config, grid)
-    runs = list(grid_runs(grid))
-    if dry_run:
-        print("\n".join(f"{number}. {run}" for number, run in enumerate(runs, 1)))
-        return 0
-    exit_code, results = _execute_runs(runs, grid, force, print_results=True)
-    if results:
-        print("\n" + table(results))
-    return exit_code
+
+    from everlearn.cli.run import run_grid
+
+    return run_grid(grid, dry_run, force)
 
 
 @app.command
 def reproduce(
     table: str,
     *,
-    options: Annotated[ReproduceOptions, Parameter(name="*")] = ReproduceOptions(),  # noqa: B008
+    options: Annotated[ReproduceOptions, Parameter(name="*")] = ReproduceOptions.model_construct(),  # noqa: B008
 ) -> int:
     """Run the protocol of a published table and print published and measured numbers side by side.
 
@@ -145,6 +116,8 @@ def reproduce(
         table: Name of the table, as listed by 'everlearn list', or 'all'.
         options: Cells, number of seeds, and folders.
     """
+    from everlearn.cli.reproduce import reproduce_tables
+
     return reproduce_tables(table, options)
 
 
@@ -152,8 +125,8 @@ def reproduce(
 def tune(
     config: Path | None = None,
     *,
-    grid: Annotated[TuneGrid, Parameter(name="*")] = TuneGrid(),  # noqa: B008
-    options: Annotated[TuneOptions, Parameter(name="*")] = TuneOptions(),  # noqa: B008
+    grid: Annotated[TuneGrid, Parameter(name="*")] = TuneGrid.model_construct(),  # noqa: B008
+    options: Annotated[TuneOptions, Parameter(name="*")] = TuneOptions.model_construct(),  # noqa: B008
 ) -> int:
     """Tune the strength of a method, or other fields, on validation data held out from training.
 
@@ -170,8 +143,9 @@ def tune(
     """
     if config is not None:
         grid = read_grid(config, grid)
-    if grid.threads is not None:
-        torch.set_num_threads(grid.threads)
+
+    from everlearn.cli.tune import run_studies
+
     run_studies(grid, options)
     return 0
 
@@ -191,11 +165,13 @@ def update(*, options: Annotated[Updating, Parameter(name="*")]) -> int:
     Args:
         options: Model, data, method, and by how much old accuracy may fall.
     """
+    from everlearn.cli.update import give_update
+
     return give_update(options)
 
 
 @app.command
-def report(folder: Path, *, format: Format = "html", out: Path | None = None) -> int:
+def report(folder: Path, *, format: ReportFormat = "html", out: Path | None = None) -> int:
     """Print the results of a folder as tables, and write a report that any browser opens offline.
 
     Args:
@@ -203,19 +179,9 @@ def report(folder: Path, *, format: Format = "html", out: Path | None = None) ->
         format: html, a page; md, Markdown tables; csv, a line per run; png, the main plots; text, print tables only.
         out: File to write; default: 'report' in the folder.
     """
-    results = []
-    exit_code = 0
-    for path in result_files(folder):
-        try:
-            results.append(Result.load(path))
-        except (ValueError, OSError) as error:
-            exit_code = _print_error(str(error), 1)
-    if results:
-        print(table(results))
-    if results and format != "text":
-        report_file = write(results, format, out or folder / f"report.{format}", str(folder))
-        print(f"\nWrote {report_file}.")
-    return exit_code
+    from everlearn.cli.report import write_report
+
+    return write_report(folder, format, out)
 
 
 @app.command
@@ -227,18 +193,16 @@ def watch(folder: Path, *, port: int = 0, refresh: Annotated[int, Field(ge=1)] =
         port: Port to serve on; 0 selects a free one.
         refresh: Seconds after which the page reloads.
     """
-    with create_server(folder, port, refresh) as page:
-        print(f"The report of {printable(str(folder))} is at {page.url} (Ctrl-C to end).", flush=True)
-        try:
-            page.serve_forever()
-        except KeyboardInterrupt:
-            return 0
-    return 0
+    from everlearn.cli.report import serve_report
+
+    return serve_report(folder, port, refresh)
 
 
 @app.command(name="list")
 def list_everything() -> int:
     """List the methods, streams, models and published tables."""
+    from everlearn.cli.list import print_lists
+
     print_lists()
     return 0
 
@@ -250,6 +214,8 @@ def show(method: str) -> int:
     Args:
         method: Name of the method, as listed by 'everlearn list'.
     """
+    from everlearn.cli.show import print_method
+
     print_method(method)
     return 0
 
@@ -274,41 +240,6 @@ def start(arguments: Sequence[str]) -> int:
         return _print_error(str(error), 1)
     except KeyboardInterrupt:
         return _print_error("Stopped. Finished runs are kept; repeat the command to resume.", 130)
-
-
-def _execute_runs(runs: list[GridRun], grid: Grid, force: bool, print_results: bool) -> tuple[int, list[Result]]:
-    """Execute all runs; a failed run is reported and does not stop the others. Returns exit code and results."""
-    results: dict[int, Result] = {}
-    reported_errors: set[str] = set()
-    start_time = datetime.now(UTC).isoformat(timespec="seconds")
-    with tqdm(total=len(runs), desc="runs", unit="run", leave=False, disable=None) as bar:
-        indexed_outcomes = outcomes(runs, grid.workers, grid.threads, force, grid.cluster)
-        for num_ended, (index, outcome) in enumerate(indexed_outcomes, 1):
-            bar.update()
-            if isinstance(outcome, Exception):
-                error = str(outcome)
-                message = "as above." if error in reported_errors else error
-                reported_errors.add(error)
-                bar.write(printable_lines(f"everlearn: {runs[index]} failed: {message}"), file=sys.stderr)
-                continue
-
-            results[index] = outcome
-            if print_results:
-                note = _provenance_note(outcome, start_time)
-                bar.write(f"[{num_ended}/{len(runs)}]{note} {outcome}", file=sys.stdout)
-                sys.stdout.flush()
-    exit_code = int(len(results) < len(runs))
-    return exit_code, [results[index] for index in sorted(results)]
-
-
-def _provenance_note(result: Result, start_time: str) -> str:
-    """Whether a result was read from a file, or its run resumed from a checkpoint."""
-    if result.provenance.get("time", "") < start_time:
-        return " (read)"
-    resumed_from = result.provenance.get("resumed_from")
-    if resumed_from:
-        return f" (resumed at {resumed_from})"
-    return ""
 
 
 def _print_error(message: str, exit_code: int) -> int:

@@ -3,32 +3,11 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field
-
+from everlearn.cli.options import ReproduceOptions
 from everlearn.experiments.parsing import UsageError
 from everlearn.experiments.published_tables import Cell, read_table, select_cells, table_names
 from everlearn.experiments.reproduce import format_table, page, run_cells
-
-
-class ReproduceOptions(BaseModel):
-    """Options of ``everlearn reproduce``."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-    cells: str = Field("*", description="Cells as ROW/COLUMN, separated by commas; ``SI/*`` selects a row.")
-    seeds: int = Field(3, ge=1, description="Number of seeds, starting at 0.")
-    force: bool = Field(False, description="Repeat runs whose results exist.")
-    quick: bool = Field(False, description="Run a few steps with one seed, as a smoke test; not the protocol.")
-    dry_run: bool = Field(False, description="Only print the command of each cell.")
-    data: Path | None = Field(None, description="Folder of the data sets; default: EVERLEARN_DATA.")
-    workers: int = Field(1, ge=1, description="Number of worker processes.")
-    threads: int = Field(1, ge=1, description="Number of torch threads; small models are fastest with 1.")
-    out: Path = Field(Path("runs/reproduce"), description="Folder of the results; existing results are reused.")
-    record: Path | None = Field(
-        None, description="Folder to record the numbers in; a page of all recorded tables is written beside it."
-    )
 
 
 def reproduce_tables(table: str, options: ReproduceOptions) -> int:

@@ -9,14 +9,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
-from pydantic import BaseModel, ConfigDict, Field
 
+from everlearn.cli.options import TuneGrid, TuneOptions
 from everlearn.core.chain import label, methods_of
 from everlearn.core.method import Method
 from everlearn.core.stream import Stream
 from everlearn.experiments.executors import Outcome, outcomes
-from everlearn.experiments.grid import Grid, GridRun, grid_runs, optimizer
+from everlearn.experiments.grid import GridRun, grid_runs, optimizer
 from everlearn.experiments.parsing import UsageError, look_up, parse_settings, split_list
 from everlearn.methods import METHODS
 from everlearn.results.report.table import align_columns
@@ -46,33 +47,10 @@ SEARCH_OPTIONS = {
 FieldRanges = dict[str, dict[str, SearchRange]]  # by class name and field
 
 
-class TuneOptions(BaseModel):
-    """Options of ``everlearn tune`` beside those of ``everlearn run``."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-    fields: str = Field(
-        "",
-        description="Fields to tune, as in ewc.strength=1:1e9,ewc.decay; the default range is that of "
-        "'everlearn show'. By default the first field that has a range.",
-    )
-    trials: int = Field(16, ge=1, description="Number of trials; a larger number later extends the same study.")
-    first: int | None = Field(None, ge=2, description="Tune on this many first tasks only; default: on all.")
-    prune: bool = Field(
-        True, description="Stop a trial that is worse than three quarters of the earlier ones, after any task."
-    )
-
-
-class TuneGrid(Grid):
-    """Options of ``everlearn run``, with the defaults of tuning."""
-
-    methods: str = Field("ewc", description="Methods, separated by commas, a study each; 'ewc+lwf' chains two.")
-    valid: float = Field(0.1, gt=0, lt=1, description="Fraction of the training examples held out for validation.")
-    out: Path = Field(Path("runs/tune"), description="Folder of the studies.")
-
-
 def run_studies(grid: TuneGrid, options: TuneOptions) -> None:
     """Run a study for every stream, scenario and method of the grid; scores are averaged over seeds."""
+    if grid.threads is not None:
+        torch.set_num_threads(grid.threads)
     if grid.track:
         raise UsageError("Trials are not tracked: leave --track out.")
     if grid.cluster and grid.workers == 1:

@@ -10,14 +10,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import reduce
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
 
+from everlearn.cli.options import Updating
 from everlearn.core.method import Method
-from everlearn.experiments.grid import Grid, optimizer
+from everlearn.experiments.grid import optimizer
+from everlearn.experiments.options import Grid
 from everlearn.experiments.parsing import UsageError, did_you_mean, make_method, parse_settings
 from everlearn.trainer.settings import Training
 from everlearn.updating import Reading, update
@@ -27,67 +28,6 @@ from everlearn.updating.weights_file import Factory
 
 EXIT_REFUSED = 3
 EXIT_INTERRUPTED = 130
-
-
-class Updating(BaseModel):
-    """The options of ``everlearn update``."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-    model: str = Field(
-        description="The function that makes the model, as package.module:function; the working folder is searched too."
-    )
-    weights: Path = Field(description="The deployed weights, a safetensors file; replaced if the update is accepted.")
-    state: Path = Field(description="The state folder; for a first update a new or empty one.")
-    data: Path = Field(description="The new data: a .csv, .tsv, .parquet or .npz file, or a folder of images.")
-    method: str = Field(
-        "",
-        description="The method that protects the old skills; 'er+ewc' chains two. By default that of the last update.",
-    )
-    set: list[str] = Field([], description="A field of a method, as in ewc.strength=30; may be repeated.")
-    old: Path | None = Field(
-        None, description="Data of the old skills: for the method in a first update, and to measure old accuracy."
-    )
-    classes: str = Field(
-        "", description="In a first update: names of the outputs in their order, or a file with one per line."
-    )
-    x: str = Field(
-        "",
-        description="Input columns in the order that the model was trained on: separated by commas, or a file with one "
-        "per line; by default all but the labels (npz: the array x). Later updates find them by name.",
-    )
-    y: str = Field("", description="The column, or array, of labels; y by default.")
-    size: int | None = Field(None, ge=1, description="Side of the images, in pixels (folders of images only).")
-    grey: bool | None = Field(None, description="Images with one channel.")
-    tolerance: float = Field(
-        2.0, ge=0, description="Points by which the mean accuracy over old held-out sets may fall ..."
-    )
-    per_set: bool = Field(False, description="... or the accuracy on any one of them.")
-    holdout: float = Field(0.2, gt=0, lt=1, description="Share of the data to hold out.")
-    keep: int = Field(1000, ge=0, description="Examples of a held-out set to store at most; 0 stores none.")
-    versions: int = Field(5, ge=1, description="Versions to store in the state folder at most.")
-    epochs: int = Field(10, ge=1, description="Passes over the new data.")
-    iterations: int | None = Field(None, ge=1, description="Optimizer steps, instead of epochs.")
-    batch_size: int = Field(32, ge=1, description="Examples per step.")
-    optimizer: Literal["sgd", "adam", "adamw", "rmsprop"] = Field("adam", description="The optimizer.")
-    lr: float = Field(0.001, gt=0, allow_inf_nan=False, description="Its learning rate.")
-    momentum: float = Field(0.0, ge=0, description="Its momentum (sgd and rmsprop).")
-    weight_decay: float = Field(0.0, ge=0, description="Its weight decay.")
-    clip: float | None = Field(None, gt=0, description="Largest norm of the gradient.")
-    seed: int = Field(0, description="Seed of the order of examples and of new outputs.")
-    balance: bool = Field(
-        True, description="Balance a replay memory over updates and their classes (used in the first update)."
-    )
-    output: str | None = Field(None, description="Name of the output layer; the last linear one by default.")
-    device: str = Field("cpu", description="Device to train on, as torch names it.")
-    threads: int | None = Field(None, ge=1, description="Threads torch may use; small models are fastest with 1.")
-    accept_weights: bool = Field(
-        False,
-        description="Continue from the weights file even if the last update did not write it: it was changed, or an "
-        "earlier version was put back, or its state is in another folder.",
-    )
-    repeat: bool = Field(False, description="Train again on data that were learned before.")
-    dry_run: bool = Field(False, description="Train and measure, but write nothing.")
 
 
 def give_update(options: Updating) -> int:

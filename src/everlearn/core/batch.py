@@ -48,8 +48,8 @@ class Batch:
     outputs: Tensor | None = field(default=None, repr=False)
     loop_loss: Tensor | None = field(default=None, repr=False)
 
-    # Cache of labeled_rows(): the labels, and the mask that was computed from them.
-    _labeled: tuple[Tensor, Tensor | None] | None = field(default=None, repr=False, compare=False)
+    # The inputs and labels after a move to another device, and the batch before it.
+    _moved: tuple[Inputs, Tensor | None, Batch] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.x, Tensor):
@@ -129,10 +129,20 @@ class Batch:
             raw=tree_map(move, self.raw),
         )
 
-        # Computing the mask of labeled rows on the CPU avoids a synchronization with the device later.
-        if self.y is not None and moved.y is not None and self.y.device.type == "cpu" != moved.y.device.type:
-            moved._labeled = moved.y, move(self.labeled_rows())
+        if moved.x is not self.x and moved.y is not self.y:
+            moved._moved = moved.x, moved.y, self
         return moved
+
+    @property
+    def host(self) -> Batch:
+        """This batch before it was moved to another device, to read values of it without waiting for that device.
+
+        A batch that was not moved is returned itself.
+        """
+        if self._moved is None:
+            return self
+        x, y, host = self._moved
+        return host if x is self.x and y is self.y else self
 
     def chunk(self, parts: int) -> list[Batch]:
         """Split the batch into micro-batches of nearly equal size."""
@@ -145,7 +155,7 @@ class Batch:
                 return value[rows]
             return value
 
-        return replace(
+        selected = replace(
             self,
             x=tree_map(select, self.x),
             y=select(self.y),
@@ -153,14 +163,18 @@ class Batch:
             raw=tree_map(select, self.raw),
             outputs=None,
             loop_loss=None,
+            _moved=None,
         )
+        if isinstance(rows, slice) and self.host is not self:
+            selected._moved = selected.x, selected.y, self.host[rows]
+        return selected
 
     @property
     def weight(self) -> float:
         """Number of labels that the loss averages over."""
-        if self.y is None:
+        if self.y is None or self.host.y is None:
             return float(len(self))
-        return float(self.likelihood.weight(self.y))
+        return float(self.likelihood.weight(self.host.y))
 
     def num_labels(self) -> Tensor | int:
         """Number of labels that the loss averages over, without a synchronization with the device."""
@@ -171,8 +185,9 @@ class Batch:
 
     def labeled_rows(self) -> Tensor | None:
         """Mask of the examples with a label that is not ignored; None if all have one."""
-        if self._labeled is not None and self._labeled[0] is self.y:
-            return self._labeled[1]
+        if self.host is not self:
+            rows = self.host.labeled_rows()
+            return None if rows is None or self.y is None else rows.to(self.y.device, non_blocking=True)
 
         # Nearly always no label is ignored.
         counted = self.likelihood.counted(self.y)

@@ -19,7 +19,7 @@ from everlearn.core.hyperparameters import check_field
 from everlearn.core.likelihood import Likelihood
 from everlearn.core.parameters import evaluating
 from everlearn.core.running_statistics import warn_if_statistics_move
-from everlearn.core.task import SCENARIOS
+from everlearn.core.scenario import SCENARIOS
 from everlearn.core.traits import Traits
 
 if TYPE_CHECKING:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from everlearn.core.data_source import join
-from everlearn.core.task import Scenario, Task, summarize_task
+from everlearn.core.scenario import Scenario
+from everlearn.core.task import Task, summarize_task
 
 
 @dataclass(eq=False, repr=False)

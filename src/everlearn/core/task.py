@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, islice
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,11 +13,9 @@ from torch import Tensor
 from everlearn.core.batch import Batch, Transform
 from everlearn.core.data_source import Arrays, Batches, Rows, Source, as_source, renumber, row_count
 from everlearn.core.likelihood import Categorical, Likelihood
+from everlearn.core.scenario import SCENARIOS, Scenario
 from everlearn.runtime import distributed
 from everlearn.runtime.randomness import derive, generator, seeded
-
-Scenario = Literal["task", "domain", "class"]
-SCENARIOS: tuple[Scenario, ...] = get_args(Scenario)
 
 Split = Literal["train", "valid", "test"]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from everlearn.core.task import Scenario
+from everlearn.core.scenario import Scenario
 
 Family = Literal["reference", "regularization", "replay", "isolation", "growth"]
 

@@ -18,6 +18,7 @@ from everlearn.core.parameters import (
     leading_block,
     remembered_parameters,
     squared_size,
+    trainable_parameters,
 )
 from everlearn.curvature.diagonal import Diagonal, to_device_of
 from everlearn.curvature.full import Full
@@ -56,6 +57,9 @@ class Quadratic:
 
     # Parameters whose gradient has been nonzero at least once.
     _moved: set[str] = field(default_factory=set, init=False, repr=False)
+    # Parameters whose gradient was zero in the last test, and of those the versions of the ones not updated since.
+    _tested_zero: set[str] = field(default_factory=set, init=False, repr=False)
+    _unmoved_versions: dict[str, int] = field(default_factory=dict, init=False, repr=False)
 
     def __call__(self, model: nn.Module) -> Tensor:
         """Compute q(θ) at the model's parameters.
@@ -66,19 +70,44 @@ class Quadratic:
         if not theta:  # all are frozen
             return torch.zeros(())
         theta = self._add_frozen(model, theta)
+        if not torch.is_grad_enabled():
+            return self._value_and_gradient(theta)[0]
         value: Tensor = _QuadraticValue.apply(self, list(theta), *theta.values())  # type: ignore[no-untyped-call]
         return value
 
-    def _update_moved(self, gradient: Params) -> set[str]:
-        """Return the parameters whose gradient is, or once was, nonzero.
+    def note_step(self, model: nn.Module) -> None:
+        """Record which parameters the optimizer has updated: they are not tested again, which would wait for a device.
+
+        Args:
+            model: after the step, with the gradients of the step.
+        """
+        if not self._tested_zero:
+            return
+        for name, p in trainable_parameters(model).items():
+            if name not in self._tested_zero:
+                continue
+            if p.grad is not None:
+                self._moved.add(name)
+            elif isinstance(self.form, Diagonal):
+                # The optimizer has skipped it, and its gradient depends on no other parameter.
+                self._unmoved_versions[name] = p._version
+        self._tested_zero = set()
+
+    def _update_moved(self, gradient: Params, theta: Params) -> set[str]:
+        """Return the parameters whose gradient is, or once was, nonzero, and those that a step has updated.
 
         A zero gradient is not the same as None: with zeros, weight decay would change a parameter that the loss does
-        not use, such as the output layer of another task. A parameter that has moved is not tested again, so in most
-        models there is no device synchronization after the first step.
+        not use, such as the output layer of another task. A parameter that has moved is not tested again, so there is
+        no device synchronization after the first step.
         """
-        untested = {name: g for name, g in gradient.items() if name not in self._moved}
+        untested = {}
+        for name, g in gradient.items():
+            if name not in self._moved and self._unmoved_versions.get(name) != theta[name]._version:
+                untested[name] = g
         if untested:
-            self._moved |= nonzero(untested)
+            nonzero_names = nonzero(untested)
+            self._moved |= nonzero_names
+            self._tested_zero = untested.keys() - nonzero_names
         return self._moved
 
     def _value_and_gradient(self, theta: Params) -> tuple[Tensor, Params]:
@@ -127,6 +156,8 @@ class Quadratic:
             anchor: its minimum, by parameter name.
         """
         self._moved = set()
+        self._tested_zero = set()
+        self._unmoved_versions = {}
         self.widened -= anchor.keys()
         if not self.anchor:
             self.form = form
@@ -239,8 +270,9 @@ class _QuadraticValue(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, quadratic: Quadratic, names: list[str], *theta: Tensor) -> Tensor:
-        value, gradient = quadratic._value_and_gradient(dict(zip(names, theta, strict=True)))
-        moved = quadratic._update_moved(gradient)
+        theta_by_name = dict(zip(names, theta, strict=True))
+        value, gradient = quadratic._value_and_gradient(theta_by_name)
+        moved = quadratic._update_moved(gradient, theta_by_name)
         ctx.quadratic = quadratic
         ctx.names = names
         ctx.gradient = gradient
@@ -264,7 +296,7 @@ class _QuadraticValue(torch.autograd.Function):
 
         # Without this reference autograd can accumulate into the gradient in place.
         ctx.gradient = None
-        if d.requires_grad or d.device.type != "cpu" or d != 1:
+        if d.requires_grad or not _is_one(d):
             gradient = dict(zip(gradient, torch._foreach_mul(list(gradient.values()), d), strict=True))
 
         theta_grads: list[Tensor | None] = []
@@ -274,6 +306,11 @@ class _QuadraticValue(torch.autograd.Function):
             else:
                 theta_grads.append(None)
         return None, None, *theta_grads
+
+
+def _is_one(d: Tensor) -> bool:
+    """Whether a scalar on the CPU is 1; False on other devices, where reading it would wait for them."""
+    return d.device.type == "cpu" and bool(d == 1)
 
 
 def _dot(a: Params, b: Params) -> Tensor:

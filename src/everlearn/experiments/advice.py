@@ -10,7 +10,7 @@ from typing import Annotated, Any, get_type_hints
 
 from everlearn.core.hyperparameters import Range, check_field
 from everlearn.core.method import Method
-from everlearn.core.task import Scenario
+from everlearn.core.scenario import Scenario
 from everlearn.core.traits import Traits, traits_of
 from everlearn.methods import METHODS
 

@@ -8,13 +8,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from functools import reduce
 from operator import add
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_type_hints
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from everlearn.core.method import Method
 from everlearn.methods import METHODS
+
+if TYPE_CHECKING:
+    from everlearn.core.method import Method
 
 T = TypeVar("T")
 MAX_YAML_CHARACTERS = 2**18
@@ -97,11 +99,11 @@ def make_method(expression: str, settings: Mapping[str, Mapping[str, Any]]) -> M
 
 
 def _make_single_method(name: str, settings: Mapping[str, Mapping[str, Any]]) -> Method:
+    known_names = {known_name: known_name for known_name in [*METHODS, "joint"]}
+    name = look_up("method", name, known_names)
     if name == "joint":
         raise UsageError("'joint' learns all tasks at once by fine-tuning; it is not chained with another method.")
-    known_methods: dict[str, type[Method]] = {**METHODS, "joint": Method}
-    method_class = look_up("method", name, known_methods)
-    name = name.lower()
+    method_class = METHODS[name]
     hints = get_type_hints(method_class)
     field_values = {
         field: field_value(name, field, value, hints[field]) for field, value in settings.get(name, {}).items()

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from everlearn.experiments.grid import Grid
+from everlearn.experiments.options import Grid
 from everlearn.experiments.parsing import UsageError, did_you_mean, explain
 
 FOLDER = resources.files("everlearn.experiments") / "published"

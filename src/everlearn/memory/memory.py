@@ -47,7 +47,8 @@ class Memory:
         growing: columns whose rows may become longer in the last dimension, as logits do with a growing head. Shorter
             rows are padded with NaN: ``logits.isfinite()`` marks what was stored.
         seed: seed of the random draws.
-        device: where rows are stored; by default the CPU.
+        device: where rows are stored; by default the CPU, and growing columns of up to 256 MB the device of their
+            first rows.
         folder: store rows in memory-mapped files in this folder, for more than fits in RAM. The files have no names
             and are deleted together with the memory; ``state_dict`` saves their content.
 

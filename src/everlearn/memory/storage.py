@@ -17,6 +17,8 @@ from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_wit
 
 from everlearn.memory.quotas import Integers
 
+MAX_DEVICE_BYTES = 2**28  # size up to which a growing column stays on the device of its first rows
+
 
 class RowStorage:
     """A fixed number of positions for rows, in one tensor for each tensor that the columns consist of.
@@ -24,7 +26,8 @@ class RowStorage:
     Args:
         capacity: number of positions.
         growing: columns whose rows may become longer in the last dimension.
-        device: where the tensors are allocated; by default the CPU.
+        device: where the tensors are allocated; by default the CPU, but growing columns of moderate size on the device
+            of their first rows, because copying a model's outputs to the CPU would wait for its device.
         folder: allocate them in memory-mapped files in this folder instead.
     """
 
@@ -33,7 +36,7 @@ class RowStorage:
     ) -> None:
         self.capacity = capacity
         self.growing = growing
-        self.device = device or "cpu"
+        self.device = device
         self.folder = folder
         self.num_rows = 0
 
@@ -78,7 +81,7 @@ class RowStorage:
         """Copy the rows at these positions; {} if there are none."""
         if not len(positions):
             return {}
-        return self.map_columns(lambda tensor: tensor.index_select(0, positions.to(tensor.device)))
+        return self.map_columns(lambda tensor: tensor.index_select(0, _move_indices(positions, tensor)))
 
     def match_columns(self, columns: dict[str, Any]) -> tuple[list[Tensor | None], int]:
         """Check that columns are like those of the first rows, which define names, structure, shapes and dtypes.
@@ -92,8 +95,8 @@ class RowStorage:
         count = self._count_rows(leaves)
         if not self.num_rows:
             self.tensors = []
-            for leaf in leaves:
-                self.tensors.append(None if leaf is None else self._allocate(tuple(leaf.shape[1:]), leaf.dtype))
+            for name, leaf in zip(self.leaf_names, leaves, strict=True):
+                self.tensors.append(None if leaf is None else self._allocate(name, leaf))
 
         for i, (leaf, tensor) in enumerate(zip(leaves, self.tensors, strict=True)):
             if leaf is None or tensor is None:
@@ -121,19 +124,14 @@ class RowStorage:
         for name, tensor, leaf in zip(self.leaf_names, self.tensors, leaves, strict=True):
             if tensor is None or leaf is None:
                 continue
-            values = leaf.detach().index_select(0, row_indices.to(leaf.device)).to(tensor.device)
-
-            # A sum without NaN rules out NaN entries, and is faster than a mask.
-            if values.is_floating_point() and math.isnan(values.sum()) and values.isnan().any():
-                raise ValueError(
-                    f"{name} has NaN entries: replaying such a row would make every loss NaN; leave it out."
-                )
+            values = leaf.detach().index_select(0, _move_indices(row_indices, leaf)).to(tensor.device)
+            _refuse_nan(name, values)
             if values.shape[1:] != tensor.shape[1:]:
                 values = F.pad(values, (0, tensor.shape[-1] - values.shape[-1]), value=math.nan)
             writes.append((tensor, values))
 
         for tensor, values in writes:
-            tensor.index_copy_(0, position_indices.to(tensor.device), values)
+            tensor.index_copy_(0, _move_indices(position_indices, tensor), values)
         self.num_rows = max(self.num_rows, int(positions.max()) + 1)
 
     def state_dict(self) -> dict[str, Any]:
@@ -195,21 +193,30 @@ class RowStorage:
             raise ValueError(f"Columns differ in length: {sorted(counts)}; give one entry per row in each.")
         return counts.pop()
 
-    def _allocate(self, row_shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Allocate a tensor for all positions."""
-        shape = (self.capacity, *row_shape)
-        size = math.prod(shape) * dtype.itemsize
+    def _allocate(self, name: str, leaf: Tensor) -> Tensor:
+        """Allocate a tensor for all positions of a column.
+
+        Args:
+            name: name of the column.
+            leaf: rows of it, which define shape and dtype.
+        """
+        shape = (self.capacity, *leaf.shape[1:])
+        size = math.prod(shape) * leaf.dtype.itemsize
         if self.folder is not None:
-            return self._allocate_file(Path(self.folder), shape, size, dtype)
+            return self._allocate_file(Path(self.folder), shape, size, leaf.dtype)
+
+        device = self.device or "cpu"
+        if self.device is None and name in self.growing and size <= MAX_DEVICE_BYTES:
+            device = leaf.device
 
         # The system may grant more memory than it has, and kill the process once it is used.
-        is_on_cpu = torch.device(self.device).type == "cpu"
+        is_on_cpu = torch.device(device).type == "cpu"
         if is_on_cpu and size > _machine_memory():
-            raise ValueError(self._too_large_message(size))
+            raise ValueError(self._too_large_message(size, device))
         try:
-            return torch.empty(shape, dtype=dtype, device=self.device)
+            return torch.empty(shape, dtype=leaf.dtype, device=device)
         except RuntimeError as error:
-            raise ValueError(self._too_large_message(size)) from error
+            raise ValueError(self._too_large_message(size, device)) from error
 
     def _allocate_file(self, folder: Path, shape: tuple[int, ...], size: int, dtype: torch.dtype) -> Tensor:
         """Allocate a tensor in a memory-mapped temporary file."""
@@ -221,9 +228,9 @@ class RowStorage:
             mapped_bytes = np.memmap(file, np.uint8, "r+", shape=(max(size, 1),))
         return torch.from_numpy(mapped_bytes)[:size].view(dtype).view(shape)
 
-    def _too_large_message(self, size: int) -> str:
+    def _too_large_message(self, size: int, device: torch.device | str) -> str:
         return (
-            f"A memory of {self.capacity:,} rows of this shape needs {size / 2**30:,.1f} GB on {self.device}, more "
+            f"A memory of {self.capacity:,} rows of this shape needs {size / 2**30:,.1f} GB on {device}, more "
             "than is available: lower its capacity, or store rows in files with Memory(folder=…)."
         )
 
@@ -239,10 +246,26 @@ class RowStorage:
         if leaf.shape[-1] <= tensor.shape[-1]:
             return tensor
 
-        widened = self._allocate(tuple(leaf.shape[1:]), leaf.dtype)
+        widened = self._allocate(name, leaf)
         widened[: self.num_rows] = math.nan
         widened[: self.num_rows, ..., : tensor.shape[-1]] = tensor[: self.num_rows]
         return widened
+
+
+def _move_indices(indices: Tensor, tensor: Tensor) -> Tensor:
+    """Copy indices to the device of a tensor, without waiting for it."""
+    if tensor.device.type == "cpu":
+        return indices
+    return indices.to(tensor.device, non_blocking=True)
+
+
+def _refuse_nan(name: str, values: Tensor) -> None:
+    """Raise ValueError for rows with NaN entries; rows on an accelerator are not read, which would wait for it."""
+    if values.device.type != "cpu" or not values.is_floating_point():
+        return
+    # A sum without NaN rules out NaN entries, and is faster than a mask.
+    if math.isnan(values.sum()) and values.isnan().any():
+        raise ValueError(f"{name} has NaN entries: replaying such a row would make every loss NaN; leave it out.")
 
 
 def _machine_memory() -> float:

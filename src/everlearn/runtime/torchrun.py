@@ -6,14 +6,15 @@ import os
 import sys
 from collections.abc import Callable
 
-import torch
-import torch.distributed as dist
-
 
 def run_distributed(command: Callable[[], int]) -> int:
     """Run a command and return its exit code; under torchrun as one of several processes, of which rank 0 prints."""
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         return command()
+
+    # Only here, so that the command line starts without torch.
+    import torch
+    import torch.distributed as dist
 
     if torch.cuda.is_available():
         # 'cuda' then means a different GPU in each process.

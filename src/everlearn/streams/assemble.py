@@ -13,8 +13,9 @@ from torch.utils.data import DataLoader
 from everlearn.core.batch import Transform
 from everlearn.core.data_source import Batches, Items, Source
 from everlearn.core.likelihood import Categorical, Likelihood
+from everlearn.core.scenario import SCENARIOS, Scenario
 from everlearn.core.stream import Stream
-from everlearn.core.task import SCENARIOS, Scenario, Task, allowed_classes
+from everlearn.core.task import Task, allowed_classes
 from everlearn.runtime.randomness import generator, seeded
 from everlearn.streams.subset import derive_source
 

@@ -10,8 +10,8 @@ from torch.utils._pytree import tree_leaves
 
 from everlearn.core.batch import Transform
 from everlearn.core.data_source import Source, as_source
+from everlearn.core.scenario import Scenario
 from everlearn.core.stream import Stream
-from everlearn.core.task import Scenario
 from everlearn.runtime.randomness import generator
 from everlearn.streams.assemble import StreamOptions, assemble, first_input
 from everlearn.streams.subset import Permutation, Rotation, View, derive_source, read_labels

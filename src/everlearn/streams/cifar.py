@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from everlearn.core.scenario import Scenario
 from everlearn.core.stream import Stream
-from everlearn.core.task import Scenario
 from everlearn.sources import load
 from everlearn.streams.builders import split
 

@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from everlearn.core.scenario import Scenario
 from everlearn.core.stream import Stream
-from everlearn.core.task import Scenario
 from everlearn.runtime.randomness import generator
 from everlearn.sources import load
 from everlearn.streams.bag_of_words import bag

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from everlearn.core.scenario import Scenario
 from everlearn.core.stream import Stream
-from everlearn.core.task import Scenario
 from everlearn.runtime.randomness import generator
 from everlearn.sources.checksums import require_root
 from everlearn.sources.folders import read_image

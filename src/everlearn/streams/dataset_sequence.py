@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import TypeVar
 
 from everlearn.core.data_source import Arrays
+from everlearn.core.scenario import Scenario
 from everlearn.core.stream import Stream
-from everlearn.core.task import Scenario
 from everlearn.sources import Data
 from everlearn.streams.from_tasks import from_tasks
 from everlearn.streams.subset import View

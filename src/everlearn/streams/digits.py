@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from everlearn.core.scenario import Scenario
 from everlearn.core.stream import Stream
-from everlearn.core.task import Scenario
 from everlearn.streams.builders import permuted, rotated, split
 from everlearn.streams.online import online
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from everlearn.core.scenario import Scenario
 from everlearn.core.stream import Stream
-from everlearn.core.task import Scenario
 from everlearn.sources.registry import load_raw
 from everlearn.streams.dataset_sequence import stream_of_datasets, take_first
 from everlearn.streams.subset import ImageResizer

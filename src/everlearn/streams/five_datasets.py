@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
+from everlearn.core.scenario import Scenario
 from everlearn.core.stream import Stream
-from everlearn.core.task import Scenario
 from everlearn.sources.registry import load_raw
 from everlearn.streams.dataset_sequence import load_available, stream_name, stream_of_datasets, take_first
 from everlearn.streams.subset import ImageResizer

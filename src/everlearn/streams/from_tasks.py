@@ -9,8 +9,8 @@ from typing import Any, Literal
 from everlearn.core.batch import Transform
 from everlearn.core.data_source import Arrays, Batches, Source, as_source
 from everlearn.core.likelihood import Categorical, Likelihood
+from everlearn.core.scenario import Scenario
 from everlearn.core.stream import Stream
-from everlearn.core.task import Scenario
 from everlearn.streams.assemble import StreamOptions, assemble
 from everlearn.streams.subset import derive_source, read_labels
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from everlearn.core.data_source import Arrays
+from everlearn.core.scenario import Scenario
 from everlearn.core.stream import Stream
-from everlearn.core.task import Scenario
 from everlearn.runtime.randomness import generator
 from everlearn.sources import Data, load
 from everlearn.streams.dataset_sequence import stream_of_datasets, take_first

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
+from everlearn.core.scenario import Scenario
 from everlearn.core.stream import Stream
-from everlearn.core.task import Scenario
 from everlearn.sources import Data
 from everlearn.sources.checksums import has_any_file, resolve_root
 from everlearn.sources.folders import load_raw_folder

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from torch.nn.functional import pad
 
+from everlearn.core.scenario import Scenario
 from everlearn.core.stream import Stream
-from everlearn.core.task import Scenario
 from everlearn.sources import load
 from everlearn.streams.builders import permuted, rotated, split
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
+from everlearn.core.scenario import Scenario
 from everlearn.core.stream import Stream
-from everlearn.core.task import Scenario
 from everlearn.runtime.randomness import generator
 from everlearn.sources.registry import load_raw
 from everlearn.streams.dataset_sequence import take_first

@@ -118,17 +118,26 @@ class StreamTraining:
         # A network that has grown within its task cannot be restored from the start of the task.
         initial_shapes = _state_shapes(self.model)
         checkpoints = self._checkpoints
-        for loss in task_training.steps():
-            if self.method.trains:
-                self.trackers.record_step(loss)
-            if (
+        for _ in task_training.steps():
+            is_due = (
                 checkpoints is not None
                 and checkpoints.is_due()
                 and checkpoints.has_task_start(self.at)
                 and _state_shapes(self.model) == initial_shapes
-            ):
+            )
+            # A checkpoint must not hold weights from after a loss that was not finite, and it counts logged steps.
+            if is_due:
+                task_training.check_losses()
+            self._log_losses(task_training)
+            if is_due and checkpoints is not None:
                 checkpoints.write(self.at, task_training.step, self._state_within_task(task_training))
+        self._log_losses(task_training)
         self._clock.add(task_training.clock.seconds)
+
+    def _log_losses(self, task_training: TaskTraining) -> None:
+        """Report the losses that were read since the last call to the trackers, in the order of the steps."""
+        for loss in task_training.losses.take_unreported():
+            self.trackers.record_step(loss)
 
     def _begin_task(self, task: Task, resumed: State | None) -> TaskTraining:
         """Create the training loop of a task, at the step of a checkpoint if there is one."""

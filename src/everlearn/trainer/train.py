@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from tqdm.auto import tqdm
 
 from everlearn.core.batch import Batch
 from everlearn.core.check import refuse_problems
+from everlearn.core.data_source import Batches
 from everlearn.core.method import Method
 from everlearn.core.parameters import evaluating, is_sharded
 from everlearn.core.task import Task, as_task
@@ -24,6 +25,7 @@ from everlearn.runtime import distributed
 from everlearn.runtime.fingerprint import fingerprint
 from everlearn.runtime.randomness import restore_random_states, unpack_random_states
 from everlearn.trainer.cost import Clock
+from everlearn.trainer.losses import PendingLosses
 from everlearn.trainer.serialization import load_model, rebuild_optimizer
 from everlearn.trainer.settings import (
     OptimizerFactory,
@@ -145,7 +147,7 @@ class TaskTraining:
         self.training = training
         self.clock = Clock()
         self.step = 0
-        self.loss = math.nan
+        self.losses = PendingLosses(device_of(model))
 
         self._initial_params = list(model.parameters())
         task.steps = task.planned_steps(training.batch_size, training.epochs, training.iterations)
@@ -181,6 +183,7 @@ class TaskTraining:
 
         refuse_problems(method.check(model))
         self._device = device_of(model)
+        self._moves_batches = self._device.type != "cpu"
         # begin_task may have created parameters, with other random values in each process.
         if resumed is None:
             distributed.broadcast_([*model.parameters(), *model.buffers(), *method.parameters()])
@@ -199,8 +202,17 @@ class TaskTraining:
             self.schedule.load_state_dict(resumed["schedule"])
         restore_random_states(unpack_random_states(resumed["random"], device_of(self.model)))
 
-    def steps(self) -> Iterator[float]:
-        """Take the remaining steps and yield the loss after each."""
+    @property
+    def loss(self) -> float:
+        """The last loss that was read; on an accelerator it may be that of an earlier step."""
+        return self.losses.last
+
+    def steps(self) -> Iterator[None]:
+        """Take the remaining steps and yield after each.
+
+        On an accelerator, losses are read every few steps: a loss that is not finite raises later than its step. Call
+        ``check_losses`` before the weights are saved.
+        """
         settings = self.training
         batches = self.task.batches(
             settings.batch_size, settings.epochs, settings.iterations, settings.seed, start=self.step
@@ -210,6 +222,7 @@ class TaskTraining:
                 with self.clock("train"):
                     batch = next(batches, None)
                     if batch is None:
+                        self.check_losses()
                         self._average_buffers()
                         return
                     if self.method.trains:
@@ -221,7 +234,30 @@ class TaskTraining:
                     bar.update()
                     if self.method.trains and self.step % 20 == 0:
                         bar.set_postfix(epoch=batch.epoch + 1, loss=f"{self.loss:.3f}", refresh=False)
-                yield self.loss
+                yield
+
+    def check_losses(self, batch: Batch | None = None) -> None:
+        """Read the losses of the last steps; raise FloatingPointError if one is not finite.
+
+        Args:
+            batch: the batch of the current step, if its weights are not updated yet.
+        """
+        for step, loss in self.losses.read():
+            if not math.isfinite(loss):
+                is_current = step == self.step
+                loss_batch = batch if is_current else self._repeat_batch(step)
+                message = explain_loss(loss, self.task, step + 1, loss_batch, self.model, self.step - step)
+                raise FloatingPointError(message)
+
+    def _repeat_batch(self, step: int) -> Batch | None:
+        """Read the batch of an earlier step again; None if the data are an iterable of batches."""
+        if isinstance(self.task.train, Batches):
+            return None
+        settings = self.training
+        batches = self.task.batches(
+            settings.batch_size, settings.epochs, settings.iterations, settings.seed, start=step
+        )
+        return next(batches, None)
 
     def _average_buffers(self) -> None:
         """Average running statistics over processes, since each process has seen its own share of the data."""
@@ -235,7 +271,7 @@ class TaskTraining:
     @torch.no_grad()
     def _observe(self, batch: Batch) -> None:
         """Show a batch to a method that only collects statistics."""
-        if self._device.type != "cpu":
+        if self._moves_batches:
             batch = batch.to(self._device)
         with evaluating(self.model):
             outputs = batch.forward(self.model)
@@ -252,17 +288,20 @@ class TaskTraining:
         for p in self._trainable_params:
             p.grad = None
 
-        if self._device.type != "cpu":
+        if self._moves_batches:
             batch = batch.to(self._device)
         try:
-            self.loss = self._compute_gradient(batch)
+            loss = self._compute_gradient(batch)
         except (RuntimeError, ValueError) as error:
             raise explain_error(error, self.task, batch, first=is_first_step) from error
 
         if distributed.world_size() > 1:
-            self.loss = distributed.average_gradients(self._trainable_params, batch.weight, self.loss)
-        if not math.isfinite(self.loss):
-            raise FloatingPointError(explain_loss(self.loss, self.task, self.step + 1, batch, self.model))
+            mean_loss = distributed.average_gradients(self._trainable_params, batch.weight, loss.item())
+            loss = torch.tensor(mean_loss, dtype=torch.float64)
+
+        self.losses.add(self.step, loss)
+        if self.losses.is_full():
+            self.check_losses(batch)
 
         self.method.before_step(self.model)
         if self.training.clip is not None:
@@ -275,7 +314,7 @@ class TaskTraining:
             self.schedule.step()
         self.step += 1
 
-    def _compute_gradient(self, batch: Batch) -> float:
+    def _compute_gradient(self, batch: Batch) -> Tensor:
         """Accumulate the gradient of the batch's loss in ``p.grad``, micro-batch by micro-batch; return the loss."""
         autocast = self.training.cast(self._device)
         accumulate = self.training.accumulate
@@ -283,21 +322,21 @@ class TaskTraining:
             with autocast:
                 loss = self.method.loss(self.model, batch)
             loss.backward()
-            return loss.item()
+            return loss.detach()
 
         # A batch without labels has a NaN mean loss, as it has without accumulation.
         batch_weight = batch.weight
         if not batch_weight:
-            return math.nan
+            return torch.full((), math.nan, device=self._device)
 
-        loss_sum = 0.0
+        loss_sum = torch.zeros((), device=self._device)
         for micro_batch in batch.chunk(accumulate):
             fraction = micro_batch.weight / batch_weight
             if fraction:
                 with autocast:
                     loss = self.method.loss(self.model, micro_batch) * fraction
                 loss.backward()
-                loss_sum += loss.item()
+                loss_sum = loss_sum + loss.detach()
         return loss_sum
 
 

@@ -148,41 +148,61 @@ def explain_error(error: Exception, task: Task, batch: Batch, first: bool) -> Ex
     return TypeError(f"The model cannot take the inputs of {task} ({shapes}): {advice}torch says: {error}")
 
 
-def explain_loss(value: float, task: Task, step: int, batch: Batch, model: nn.Module) -> str:
+def explain_loss(
+    value: float, task: Task, step: int, batch: Batch | None, model: nn.Module, steps_since: int = 0
+) -> str:
     """Explain a loss that is not finite: where it occurred and the likely cause.
 
     Args:
         value: the loss.
         task: the current task.
         step: the step within the task, counted from 1.
-        batch: the current batch.
+        batch: the batch of that step; None if unknown.
         model: the model.
+        steps_since: updates of the weights since the loss was computed; on an accelerator it is read later.
     """
+    cause = None
+    epoch = ""
+    if batch is not None:
+        cause = _explain_batch(batch, task)
+        epoch = f" epoch {batch.epoch + 1},"
+    if cause is None:
+        cause = _explain_weights(model, steps_since)
+    return f"The loss is {value} in {task},{epoch} step {step}: {cause}."
+
+
+def _explain_batch(batch: Batch, task: Task) -> str | None:
+    """Find the cause of a loss that is not finite in the data of its batch."""
     allowed_rows = batch.allowed_rows
     if _has_nonfinite(batch.x):
-        cause = f"{_count_nonfinite(task)}has NaN or infinite inputs: clean the data"
-    elif batch.y is not None and _has_nonfinite(batch.y):
-        cause = "the batch has NaN or infinite targets: clean the data"
-    elif batch.y is not None and not batch.weight:
-        cause = "all labels of the batch are -100, which are ignored: leave such examples out, or use larger batches"
-    elif (
-        allowed_rows is not None
-        and batch.y is not None
-        and batch.y.dim() == 1
-        and not _are_allowed(batch.y, allowed_rows)
-    ):
-        cause = "the batch has labels that the task's table of allowed classes does not name"
-    elif any(not p.isfinite().all() for p in model.parameters()):
-        cause = (
+        return f"{_count_nonfinite(task)}has NaN or infinite inputs: clean the data"
+    if batch.y is None:
+        return None
+    if _has_nonfinite(batch.y):
+        return "the batch has NaN or infinite targets: clean the data"
+    if not batch.weight:
+        return "all labels of the batch are -100, which are ignored: leave such examples out, or use larger batches"
+    if allowed_rows is not None and batch.y.dim() == 1 and not _are_allowed(batch.y, allowed_rows):
+        return "the batch has labels that the task's table of allowed classes does not name"
+    return None
+
+
+def _explain_weights(model: nn.Module, steps_since: int) -> str:
+    """Explain a loss that is not finite although the data of its batch are."""
+    if steps_since:
+        return (
+            "lower the learning rate or the strength of the method, or clip gradients; it was read after "
+            f"{steps_since} further updates of the weights: load those of a checkpoint"
+        )
+    if any(not p.isfinite().all() for p in model.parameters()):
+        return (
             "the weights are no longer finite since the step before: lower the learning rate or the strength of the "
             "method, or clip gradients"
         )
-    else:
-        cause = (
-            "lower the learning rate or the strength of the method, or clip gradients; the parameters are those "
-            "before this step"
-        )
-    return f"The loss is {value} in {task}, epoch {batch.epoch + 1}, step {step}: {cause}."
+    return (
+        "lower the learning rate or the strength of the method, or clip gradients; the parameters are those "
+        "before this step"
+    )
 
 
 def _are_allowed(labels: Tensor, allowed_rows: Tensor) -> bool:

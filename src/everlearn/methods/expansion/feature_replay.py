@@ -208,9 +208,10 @@ class FeatureReplay(Replay):
 
     def _task_indices(self, batch: Batch) -> Tensor:
         """Return the tasks of a batch; tasks without an index are counted as the memory counts them."""
-        if batch.t is None:
+        task_indices = batch.host.t
+        if task_indices is None:
             return torch.tensor([self._unnumbered_task_id])
-        task_ids: Tensor = batch.t.unique()
+        task_ids: Tensor = task_indices.unique()
         return task_ids
 
     def _task_features(self, inner: nn.Module, bank: FeatureBank, task: Any) -> tuple[Tensor, Rows]:

@@ -88,6 +88,11 @@ class QuadraticPenalty(Method):
         quadratic = self._effective_quadratic()
         return self._note_loss(quadratic(model))
 
+    def after_step(self, model: nn.Module) -> None:
+        """Record which parameters the step has updated."""
+        if self.quadratic.anchor:
+            self._effective_quadratic().note_step(model)
+
     def describe(self, model: nn.Module, batch: Batch | None = None) -> dict[str, str]:
         """Return which parameters are penalized, now or at the end of the task."""
         parameters = all_parameters(model)

@@ -93,8 +93,8 @@ class PathIntegral(QuadraticPenalty):
         has_moved = self._update_displacement()
 
         # A gradient scaler skips the step when a gradient overflows; an infinite g must not enter the path then.
-        if not has_moved and not all(v.sum().isfinite() for v in g.values()):
-            g = {}
+        if g and not has_moved and not _is_known_finite(g):
+            g = zero_if_infinite(g)
         negative_update = [start[n] for n in g]
         if g:
             torch._foreach_sub_(negative_update, [self._displacement[n] for n in g])
@@ -170,3 +170,19 @@ class PathIntegral(QuadraticPenalty):
                 self.path[name] = torch.zeros_like(theta, dtype=accumulate_dtype(theta))
             else:
                 self.path[name] = grown(path, theta.shape).clone()
+
+
+def _is_known_finite(gradient: Params) -> bool:
+    """Whether a gradient on the CPU is finite; False on other devices, where reading it would wait for them."""
+    return all(v.device.type == "cpu" and bool(v.sum().isfinite()) for v in gradient.values())
+
+
+def zero_if_infinite(gradient: Params) -> Params:
+    """Replace a gradient with zeros if an entry of it is not finite, without reading values of a device.
+
+    >>> zero_if_infinite({"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([torch.inf])})
+    {'a': tensor([0., 0.]), 'b': tensor([0.])}
+    """
+    first_gradient = next(iter(gradient.values()))
+    is_finite = torch.stack([on(v.sum().isfinite(), first_gradient) for v in gradient.values()]).all()
+    return {name: torch.where(on(is_finite, v), v, 0) for name, v in gradient.items()}

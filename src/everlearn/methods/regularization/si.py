@@ -65,7 +65,8 @@ class SI(PathIntegral):
         """Return the penalty's value without a gradient, for display; ``before_step`` adds the gradient."""
         if not self.omega.values:
             return 0.0
-        return self.quadratic(model).detach()
+        with torch.no_grad():
+            return self.quadratic(model)
 
     @torch.no_grad()
     def before_step(self, model: nn.Module) -> None:

@@ -57,9 +57,7 @@ class AGEM(Replay):
             return
 
         g = [dense_gradient(p) for p in parameters]
-        projected = project(g, g_ref)
-        if projected is not g:
-            write_gradient(parameters, projected)
+        write_gradient(parameters, project(g, g_ref))
 
     def _draw_earlier(self) -> Batch | None:
         """Draw examples of earlier tasks; None if there are none."""
@@ -73,11 +71,10 @@ class AGEM(Replay):
 
 
 def project(g: list[Tensor], g_ref: list[Tensor]) -> list[Tensor]:
-    """Return the vector nearest to g whose inner product with g_ref is not negative; g itself if that holds."""
+    """Return the vector nearest to g whose inner product with g_ref is not negative; equal to g if that holds."""
+    # A condition on the device, because reading the product would wait for the backward pass.
     product = _dot(g, g_ref)
-    if product >= 0:
-        return g
-    coefficient = product / _dot(g_ref, g_ref)
+    coefficient = torch.where(product >= 0, 0, product / _dot(g_ref, g_ref))
     return [torch.addcmul(a, b, coefficient, value=-1) for a, b in zip(g, g_ref, strict=True)]
 
 

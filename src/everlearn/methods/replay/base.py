@@ -65,19 +65,23 @@ class Replay(Method):
     def observe(self, batch: Batch, outputs: Tensor) -> None:
         """Offer the examples to the memory."""
         self._current_batch = batch
-        if batch.t is not None and (batch.transform is not None or self._transforms):
-            task_ids = batch.t.unique().tolist()
+        task_indices = batch.host.t
+        if task_indices is not None and (batch.transform is not None or self._transforms):
+            task_ids = task_indices.unique().tolist()
             self._transforms |= dict.fromkeys(task_ids, batch.transform)
 
         # The method may have been created before torch.distributed was initialized.
         if distributed.world_size() > 1 and not self.memory.num_seen:
             self.memory = self.make_memory()
 
-        labeled_rows = batch.labeled_rows()
+        # Examples are stored as they were before they were moved to an accelerator, which need not be waited for.
+        labeled_rows = batch.host.labeled_rows()
         if labeled_rows is None:
-            self.memory.add(**self.row_fields(batch, outputs))
+            self.memory.add(**self.row_fields(batch.host, outputs))
         elif labeled_rows.any():
-            self.memory.add(**self.row_fields(batch[labeled_rows], outputs[labeled_rows]))
+            indices = labeled_rows.nonzero().flatten()
+            device_indices = indices.to(outputs.device, non_blocking=True)
+            self.memory.add(**self.row_fields(batch.host[indices], outputs[device_indices]))
 
     def after_step(self, model: nn.Module) -> None:
         """Check running statistics in a loop that does not use the method's loss."""
@@ -175,8 +179,9 @@ class Replay(Method):
             return None
         t: Tensor = self.memory["t"]
         current_ids = torch.tensor([self._unnumbered_task_id])
-        if batch.t is not None:
-            current_ids = batch.t.unique()
+        task_indices = batch.host.t
+        if task_indices is not None:
+            current_ids = task_indices.unique()
         return ~torch.isin(t, current_ids.to(t.device))
 
     def as_batch(self, batch: Batch, rows: Rows) -> tuple[Batch, Rows]:
@@ -257,7 +262,7 @@ def _fill_missing(stored: Any, current: Any) -> Any:
 
 
 def _move_tensor(device: torch.device, value: Any) -> Any:
-    return value.to(device) if isinstance(value, Tensor) else value
+    return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
 
 
 def _select_row(i: int, value: Any) -> Any:

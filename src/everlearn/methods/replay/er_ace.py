@@ -45,8 +45,12 @@ class ERACE(Replay):
         self._check_later_statistics(model)
         outputs = batch.forward(model)
         y = batch.likelihood.labels(batch.labels()).flatten()
-        is_present = torch.zeros(1, outputs.shape[-1], dtype=torch.bool, device=outputs.device)
-        is_present[0, y[y != -100]] = True
+
+        # Ignored labels set an entry after the last class, which is cut off.
+        num_outputs = outputs.shape[-1]
+        is_present = torch.zeros(1, num_outputs + 1, dtype=torch.bool, device=outputs.device)
+        is_present.scatter_(1, torch.where(y == -100, num_outputs, y)[None], True)
+        is_present = is_present[:, :num_outputs]
 
         # The current batch is divided among processes: a class counts if any of them has it.
         if distributed.world_size() > 1:

@@ -106,7 +106,9 @@ class GenerativeReplay(Method):
         """Return (1/t) L_task + (1 - 1/t) L_replay + L_generator."""
         if self._generator is None:
             return super().task_loss(model, batch)
-        if self.pixels and (batch.x.min() < 0 or batch.x.max() > 1):
+        # Read before the inputs were moved to an accelerator, which need not be waited for.
+        host_x = batch.host.x
+        if self.pixels and (host_x.min() < 0 or host_x.max() > 1):
             raise ValueError(
                 "The generator was built for inputs in [0, 1], and these are outside: scale the inputs of all tasks to "
                 "the same range."
@@ -150,7 +152,7 @@ class GenerativeReplay(Method):
                 f"Generative replay needs one row of outputs per input, got outputs of shape {tuple(outputs.shape)}."
             )
 
-        groups = distillation_groups(self.teacher, self.current, target, (outputs, batch.allowed))
+        groups = distillation_groups(self.teacher, self.current, target, (outputs, batch.host.allowed))
         total: Tensor = outputs.new_zeros(())
         for old, new, num_tasks, k in groups:
             if self.targets == "hard":

@@ -1,0 +1,8 @@
+"""The three scenarios of continual learning."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+Scenario = Literal["task", "domain", "class"]
+SCENARIOS: tuple[Scenario, ...] = get_args(Scenario)
