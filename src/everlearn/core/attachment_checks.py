@@ -141,9 +141,9 @@ def check_weight(loss: Tensor, batch: Batch, weight: float | Tensor) -> None:
 
     # A mean with the weight of a sum, or a loss that is divided before it is passed.
     factor = ratio / float(weight)
-    whole = max(round(factor), round(1 / factor))
+    multiple = max(round(factor), round(1 / factor))
     is_exact = loss.dtype in (torch.float32, torch.float64)
-    if is_exact and whole > 1 and min(abs(factor / whole - 1), abs(factor * whole - 1)) < 1e-5:
+    if is_exact and multiple > 1 and min(abs(factor / multiple - 1), abs(factor * multiple - 1)) < 1e-5:
         raise ValueError(
             f"This loss is {ratio:g} times the mean loss per label of {batch.likelihood}, but its weight is "
             f"{float(weight):g}: give weight={ratio:g}. In a loop that accumulates, divide the result: "
