@@ -284,7 +284,7 @@ def test_a_cached_penalty_gradient_is_not_reused_after_consolidation():
     method.end_task(model, None)
     with torch.no_grad():
         model.theta += 1
-    assert method.penalty(model) > 0  # evaluated far from the anchor
+    assert method.penalty_value(model) > 0  # evaluated far from the anchor
     method.end_task(model, None)  # moves the anchor to the current parameters
     model.theta.grad = torch.zeros(3)
     method.before_step(model)

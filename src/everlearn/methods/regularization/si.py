@@ -26,9 +26,9 @@ class SI(PathIntegral):
         L = L_task + strength · Σᵢ Ωᵢ (θᵢ - θ*ᵢ)²
 
     The path integral ω uses the gradient of the task loss alone. Therefore ``before_step`` adds the gradient of the
-    penalty to ``p.grad``, and ``penalty`` returns a value without a gradient. A custom loop must call ``before_step``
-    (after a gradient scaler's ``unscale_``) and ``after_step``. In a chain, penalties of other methods count as part
-    of the task loss. External weight changes between steps are detected; the trainer misses writes through ``p.data``.
+    penalty to ``p.grad``, and the loss does not contain the penalty; ``penalty_value`` computes it. A custom loop must
+    call ``before_step`` (after a gradient scaler's ``unscale_``) and ``after_step``. In a chain, penalties of other
+    methods count as part of the task loss.
 
     Args:
         strength: c; 0 is fine-tuning.
@@ -62,11 +62,15 @@ class SI(PathIntegral):
             raise ValueError("SI.half rounds at each consolidation, too often for consolidate_every: use one of them.")
 
     def penalty(self, model: nn.Module, batch: Batch | None = None, outputs: Tensor | None = None) -> Tensor | float:
-        """Return the penalty's value without a gradient, for display; ``before_step`` adds the gradient."""
+        """Return 0: ``before_step`` adds the gradient of the penalty."""
+        return 0.0
+
+    @torch.no_grad()
+    def penalty_value(self, model: nn.Module) -> float:
+        """Compute strength · Σᵢ Ωᵢ (θᵢ - θ*ᵢ)²; 0 before the first task has ended."""
         if not self.omega.values:
             return 0.0
-        with torch.no_grad():
-            return self.quadratic(model)
+        return float(self.quadratic(model))
 
     @torch.no_grad()
     def before_step(self, model: nn.Module) -> None:
