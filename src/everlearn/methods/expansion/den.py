@@ -66,7 +66,7 @@ class DEN(PartialTraining):
         family="growth",
         pro="old weights keep learning, drifting units are duplicated",
         con="forgets a little; many hyperparameters",
-        step=1.9,
+        step=1.7,
         copies=(0.0, 0.05),
         needs_task=True,
         grows=True,

@@ -58,7 +58,7 @@ class ExpandableRepresentation(FeatureReplay):
         family="growth",
         pro="old features never change; forgets far less than replay",
         con="a feature extractor per task, and examples",
-        step=3.4,
+        step=3.8,
         step_growth=0.8,
         copies=(-1.0, 1.0),
         keeps_examples=True,

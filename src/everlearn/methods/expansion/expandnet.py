@@ -54,7 +54,7 @@ class ExpandNet(Expansion):
         family="growth",
         pro="forgets nothing, and grows only where a task needs it",
         con="a threshold to choose, in units of the loss",
-        step=2.0,
+        step=1.9,
         step_growth=0.1,
         copies=(0.0, 0.1, 0.09),  # if each task takes all the units it may
         needs_task=True,

@@ -46,7 +46,7 @@ class PackNet(WeightOwners):
         family="isolation",
         pro="forgets nothing, in one network of constant size",
         con="every task uses up weights, until none are left",
-        step=1.0,
+        step=1.1,
         copies=(0.25, 0.01),
         needs_task=True,
         zero_forgetting=True,

@@ -54,7 +54,7 @@ class PNN(Isolation):
         family="isolation",
         pro="forgets nothing, and late tasks learn as well as early ones",
         con="memory and time grow with every task",
-        step=4.3,
+        step=4.6,
         step_growth=1.9,
         copies=(0.0, 1.0, 0.33),
         needs_task=True,

@@ -59,7 +59,7 @@ class EWC(QuadraticPenalty):
         family="regularization",
         pro="any model, any loop, constant cost over tasks",
         con="very sensitive to its strength, more rigid with every task",
-        step=1.1,
+        step=1.2,
         copies=(2.0,),
         needs_labels=False,  # the model predicts those of the Fisher information
         weak={"class": WEAK_WITH_NEW_CLASSES},

@@ -32,7 +32,7 @@ class L2(QuadraticPenalty):
         family="reference",
         pro="any model, any loop, one field to set",
         con="protects unimportant parameters as strongly as important ones",
-        step=1.1,
+        step=1.2,
         copies=(2.0,),
         needs_labels=False,
         weak={

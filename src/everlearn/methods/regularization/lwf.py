@@ -57,7 +57,7 @@ class LwF(Method):
         family="regularization",
         pro="stores only the last model; strong if tasks have separate outputs",
         con="needs new inputs that resemble old ones",
-        step=1.6,
+        step=1.5,
         copies=(2.0,),
         needs_labels=False,
         weak={

@@ -42,7 +42,7 @@ class MAS(QuadraticPenalty):
         family="regularization",
         pro="needs no labels: consolidates on any inputs",
         con="sensitive to its strength and to the scale of the outputs",
-        step=1.1,
+        step=1.2,
         copies=(2.0,),
         needs_labels=False,
         weak={"class": WEAK_WITH_NEW_CLASSES},

@@ -41,7 +41,7 @@ class SI(PathIntegral):
         family="regularization",
         pro="importances from training steps: no pass over the data",
         con="three copies of the model; noisy with small batches",
-        step=1.2,
+        step=1.3,
         copies=(3.0,),
         without_boundaries={"consolidate_every": 100},
         weak={"class": WEAK_WITH_NEW_CLASSES},

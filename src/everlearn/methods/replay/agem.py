@@ -41,7 +41,7 @@ class AGEM(Replay):
         family="replay",
         pro="no step increases the average old loss, to first order",
         con="weak with new classes; holds for plain SGD only",
-        step=2.8,
+        step=3.2,
         keeps_examples=True,
     )
 

@@ -37,7 +37,7 @@ class DER(Replay):
         family="replay",
         pro="stores outputs, which at small capacities are worth more than labels",
         con="stored outputs may be wrong",
-        step=2.1,
+        step=2.2,
         keeps_examples=True,
         without_boundaries={},
     )
@@ -79,7 +79,7 @@ class DERpp(DER):
         family="replay",
         pro="stores outputs and labels: strong at small capacities",
         con="two more passes per step, two weights to choose",
-        step=2.9,
+        step=3.2,
         keeps_examples=True,
         without_boundaries={},
     )

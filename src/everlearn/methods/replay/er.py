@@ -36,7 +36,7 @@ class ER(Replay):
         family="replay",
         pro="simple, works in all three scenarios, with or without task boundaries",
         con="overfits the few stored examples",
-        step=1.8,
+        step=2.0,
         keeps_examples=True,
         without_boundaries={},
     )

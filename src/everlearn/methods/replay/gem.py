@@ -48,7 +48,7 @@ class GEM(Replay):
         family="replay",
         pro="no step increases the loss of any old task, to first order",
         con="one more gradient per earlier task and step",
-        step=3.9,
+        step=4.6,
         step_growth=0.7,
         keeps_examples=True,
     )
