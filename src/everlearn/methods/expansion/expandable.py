@@ -17,7 +17,7 @@ from everlearn.core.traits import Traits
 from everlearn.methods.expansion.balanced_finetuning import fit_classifier, scale_outputs_
 from everlearn.methods.expansion.feature_bank import FeatureBank, check_separate, new_classifier
 from everlearn.methods.expansion.feature_replay import FeatureReplay
-from everlearn.methods.replay.base import Rows, forward_both
+from everlearn.methods.replay.base import Rows, forward_both, memory_share
 from everlearn.runtime.randomness import derive, seeded
 from everlearn.surgery.functional import filled_copy
 from everlearn.surgery.heads import output_layer
@@ -164,8 +164,8 @@ class ExpandableRepresentation(FeatureReplay):
             is_old = torch.cat([is_old, ~torch.isin(rows["t"], current_tasks)])
 
             # One mean over all examples.
-            memory_share = replayed.num_labels() / (batch.num_labels() + replayed.num_labels())
-            loss = (1 - memory_share) * batch.loss(outputs) + memory_share * replayed.loss(memory_outputs)
+            share = memory_share(batch, replayed)
+            loss = (1 - share) * batch.loss(outputs) + share * replayed.loss(memory_outputs)
 
         phi = bank.pop_newest_features(len(y))
         if bank.auxiliary is None or phi is None:

@@ -243,6 +243,11 @@ def forward_both(model: nn.Module, batch: Batch, x: Any, joint: bool) -> tuple[T
     return batch.forward(model), forward(model, x)
 
 
+def memory_share(batch: Batch, replayed: Batch) -> Tensor | float:
+    """Return B′ / (B + B′), the share of replayed labels: with it, two means make one mean over all labels."""
+    return replayed.num_labels() / (batch.num_labels() + replayed.num_labels())
+
+
 def replay_loss(model: nn.Module, batch: Batch) -> Tensor:
     """Compute the mean loss of replayed examples in a forward pass of their own."""
     return batch.loss(forward(model, batch.x))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from everlearn.core.batch import Batch
 from everlearn.core.traits import Traits
-from everlearn.methods.replay.base import Replay, forward_both
+from everlearn.methods.replay.base import Replay, forward_both, memory_share
 
 
 @dataclass(eq=False)
@@ -57,11 +57,11 @@ class ER(Replay):
         replayed, _ = drawn
         outputs, memory_outputs = forward_both(model, batch, replayed.x, self.joint)
         if earlier_rows is None:
-            memory_share = replayed.num_labels() / (batch.num_labels() + replayed.num_labels())
+            share = memory_share(batch, replayed)
         else:
             num_earlier = len(self.memory["t"][earlier_rows].unique())
-            memory_share = num_earlier / (num_earlier + 1)
+            share = num_earlier / (num_earlier + 1)
 
         task_loss = batch.loss(outputs)
         memory_loss = replayed.loss(memory_outputs)
-        return (1 - memory_share) * task_loss + memory_share * memory_loss, outputs
+        return (1 - share) * task_loss + share * memory_loss, outputs
