@@ -32,6 +32,9 @@ class Chain(Method):
         for method in methods:
             self.methods += methods_of(method)
 
+        for method in self.methods:
+            method.check_chain([other for other in self.methods if other is not method])
+
         self._owner = {hook: self._find_owner(hook) for hook in ("task_loss", "predict")}
 
     def _find_owner(self, hook: str) -> Method:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, cast, get_type_hints
 
@@ -189,6 +189,9 @@ class Method:
     def describe(self, model: nn.Module, batch: Batch | None = None) -> dict[str, str]:
         """Facts for ``check``, by topic, such as which parameters the method protects. [merged]"""
         return {}
+
+    def check_chain(self, others: Sequence[Method]) -> None:
+        """Raise ValueError if the method cannot be combined with the others of a chain."""
 
     def changes(self, hook: str) -> bool:
         """Whether the class overrides the hook of this name."""

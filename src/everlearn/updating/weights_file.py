@@ -14,6 +14,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from everlearn.surgery.feature_head import restore_feature_head
 from everlearn.surgery.heads import grow_output, output_layer
 
 Factory = Callable[[], nn.Module]
@@ -156,7 +157,8 @@ def build_model(make_model: Factory, weights: Weights, output: str | None = None
     if not isinstance(model, nn.Module):
         raise TypeError(f"The factory must return a torch.nn.Module, it returned a {type(model).__name__}.")
 
-    # Earlier updates may have added outputs that the factory does not know of.
+    # Earlier updates may have added a feature head or outputs that the factory does not know of.
+    restore_feature_head(model, weights.tensors)
     _grow_to_stored_outputs(model, weights, output)
     differences = _list_differences(model.state_dict(), weights.tensors)
     if differences:

@@ -1,0 +1,453 @@
+"""Base of heads on frozen features: statistics of the features by class, and an output layer computed from them."""
+
+from __future__ import annotations
+
+import copy
+import os
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from everlearn.core.batch import Batch
+from everlearn.core.check import format_bytes
+from everlearn.core.data_source import unlisted
+from everlearn.core.forward import arguments
+from everlearn.core.likelihood import Categorical
+from everlearn.core.method import Method
+from everlearn.core.parameters import evaluating, grown, refuse_sharded, unwrap
+from everlearn.core.task import Task, as_task
+from everlearn.curvature.progress import PassProgress
+from everlearn.runtime import distributed
+from everlearn.surgery.feature_head import FeatureHead, RandomFourier, RandomReLU, feature_head, replace_output
+from everlearn.surgery.features import FeatureRecorder, compute_features
+from everlearn.surgery.freezing import FrozenEntries
+from everlearn.surgery.heads import grow_output
+
+PASS_BATCH_SIZE = 256
+
+# Logit of a class without examples: finite, so that a loss stays a number, and below all others.
+UNSEEN_LOGIT = -1e30
+
+Statistics = dict[str, Tensor]
+
+
+@dataclass(eq=False)
+class FrozenHead(Method):
+    """Base class of heads on frozen features.
+
+        φ(x): the input of the output layer;   h = φ/‖φ‖, or random features of it
+        n_c = Σ 1,   s_c = Σ h   over the examples of class c, in float64;   (W, b) = a function of these sums
+
+    The model is frozen, and no gradient step is taken. ``end_task`` passes over the task once, adds its statistics to
+    those of earlier tasks, and writes W and b into the model's output layer, so that ``model(x)`` gives the outputs.
+    Sums do not depend on their order: any order of tasks and classes gives the same model, up to rounding, and no
+    example is stored. ``forget`` subtracts examples again.
+
+    A subclass defines ``solve``; ``add`` if it needs other statistics than n and s; ``make_random_features`` if h is
+    not φ/‖φ‖.
+
+    Args:
+        normalize: whether features are scaled to length 1.
+        online: collect statistics in ``observe``, batch by batch, for loops without ``end_task``; each example counts
+            once, in the first epoch. Otherwise ``end_task`` collects them.
+        adapt_first: train the model on the first task as fine-tuning does, then freeze it.
+        output: name of the output layer; by default the last ``nn.Linear``.
+    """
+
+    # Whether the classes that W predicts do not depend on the length of φ, so that a plain layer needs no
+    # normalization.
+    is_scale_free: ClassVar[bool] = False
+
+    # Whether statistics of two sets of examples can be added; otherwise every process passes over all examples.
+    is_additive: ClassVar[bool] = True
+
+    normalize: bool = field(default=True, kw_only=True)
+    online: bool = field(default=False, kw_only=True)
+    adapt_first: bool = field(default=False, kw_only=True)
+    output: str | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.statistics: Statistics = {}
+        self.is_adapting: bool = self.adapt_first
+        self.is_stale: bool = False  # whether the output layer lacks statistics that were observed
+        self.feature_checksum: int | None = None
+        self.random_checksum: int | None = None
+        self._frozen = FrozenEntries(type(self).__name__)
+        self._recorder = FeatureRecorder(type(self).__name__)
+        self._random_features: nn.Module | None = None
+
+    @property
+    def trains(self) -> bool:  # type: ignore[override]
+        """Whether the model is trained: only on the first task, and only with ``adapt_first``."""
+        return self.is_adapting
+
+    def changes(self, hook: str) -> bool:
+        """Whether the method uses a hook; ``observe`` and ``predict`` only if it learns online."""
+        if hook in ("observe", "predict") and getattr(type(self), hook) is getattr(FrozenHead, hook):
+            return self.online
+        return super().changes(hook)
+
+    def check_chain(self, others: Sequence[Method]) -> None:
+        """Raise if another method would train the model that this one has frozen."""
+        for other in others:
+            if other.trains or isinstance(other, FrozenHead):
+                name = type(self).__name__
+                raise ValueError(
+                    f"{name} freezes the model and computes its output layer, and {type(other).__name__} would train "
+                    f"them: use {name} alone, or with adapt_first=True to train the model on the first task."
+                )
+
+    # What a subclass defines.
+
+    def make_random_features(self, num_features: int) -> RandomReLU | RandomFourier | None:
+        """Create the fixed random features h of φ; by default there are none."""
+        return None
+
+    def add(self, h: Tensor, y: Tensor, sign: float) -> None:
+        """Add examples to the statistics, or subtract them (``sign`` -1).
+
+        Args:
+            h: representations, in float64.
+            y: their classes.
+            sign: 1 or -1.
+        """
+        num_classes = max(int(y.max()) + 1, len(self.statistics.get("counts", ())))
+        counts = self._statistic("counts", h, num_classes)
+        sums = self._statistic("sums", h, num_classes, h.shape[1])
+        counts.index_add_(0, y, h.new_full((len(y),), sign))
+        sums.index_add_(0, y, h, alpha=sign)
+
+    def solve(self) -> tuple[Tensor, Tensor]:
+        """Return W (classes × representation) and b of the output layer, from the statistics."""
+        raise NotImplementedError(f"{type(self).__name__} must define solve().")
+
+    # Hooks.
+
+    def begin_task(self, model: nn.Module, task: Any) -> None:
+        """Freeze the model, unless its first task trains it."""
+        self._check_likelihood(task)
+        refuse_sharded(model.parameters(), type(self).__name__)
+        if self.is_adapting:
+            return
+        self._freeze(model)
+
+    def observe(self, batch: Batch, outputs: Tensor) -> None:
+        """Collect the statistics of a batch, if the method learns online."""
+        if not self.online or self.is_adapting or batch.epoch:
+            return
+        features = self._recorder.take()
+        rows = distributed.all_gather_object((features, batch.labels()))
+        for process_features, process_labels in rows:
+            self._add_features(process_features.to(features.device), process_labels.to(features.device), 1.0)
+        self.is_stale = True
+
+    def end_task(self, model: nn.Module, task: Any) -> None:
+        """Add the statistics of the task, and write the output layer."""
+        self._check_likelihood(task)
+        has_observed = self.online and not self.is_adapting
+        self.is_adapting = False
+        self._freeze(model)
+        if not has_observed:
+            self._collect(model, as_task(task), 1.0)
+        self.write_head(model)
+
+    def predict(self, model: nn.Module, x: Any, task: Tensor | None = None) -> Tensor:
+        """Return the outputs of the model, after writing what was observed into its output layer."""
+        if self.is_stale:
+            self.write_head(model)
+        return super().predict(model, x, task)
+
+    def forget(self, model: nn.Module, data: Any) -> None:
+        """Subtract examples that were learned, so that the head equals one that never saw them, up to rounding.
+
+        Features are not unlearned: a model that was trained on the examples, by ``adapt_first`` or before, keeps what
+        it has learned of them.
+
+        Args:
+            model: the model.
+            data: the examples with their labels: a Task or any data that a Task accepts.
+        """
+        task = as_task(data)
+        self._check_likelihood(task)
+        self._check_learned(task)
+        self._freeze(model)
+        self._collect(model, task, -1.0)
+        self.write_head(model)
+
+    def detach(self, model: nn.Module) -> None:
+        """Unfreeze the model; its output layer stays."""
+        self._frozen.release(model)
+        _, head = feature_head(model, self.output)
+        head.requires_grad_(True)
+        self._recorder.remove(unwrap(model))
+
+    # The output layer.
+
+    @torch.no_grad()
+    def write_head(self, model: nn.Module) -> None:
+        """Compute the output layer from the statistics, and write it into the model."""
+        self.is_stale = False
+        if not self.statistics:
+            return
+        weight, bias = self.solve()
+
+        # Classes without examples are never predicted.
+        is_unseen = self.statistics["counts"] < 0.5
+        weight[is_unseen] = 0.0
+        bias[is_unseen] = UNSEEN_LOGIT
+
+        layer = self._output_layer(model, weight)
+        num_classes = len(weight)
+        layer.weight.zero_()
+        layer.weight[:num_classes] = weight.to(layer.weight)
+        layer.bias.fill_(UNSEEN_LOGIT)
+        layer.bias[:num_classes] = bias.to(layer.bias)
+
+    def _output_layer(self, model: nn.Module, weight: Tensor) -> nn.Linear:
+        """Return the linear layer that W is written into, with enough outputs, and a bias."""
+        name, head = feature_head(model, self.output)
+        if not name:
+            raise ValueError(
+                "The model is the output layer itself and cannot be replaced: put it into nn.Sequential(layer)."
+            )
+        needs_normalize = self.normalize and not self.is_scale_free
+        needs_head = needs_normalize or self._random_features is not None
+        output = head.output if isinstance(head, FeatureHead) else head
+        num_outputs = max(output.out_features, len(weight))
+
+        is_fitting = isinstance(head, FeatureHead) == needs_head and output.in_features == weight.shape[1]
+        if not is_fitting or output.bias is None:
+            output = nn.Linear(weight.shape[1], num_outputs, dtype=output.weight.dtype).requires_grad_(False)
+            new_head: nn.Module = output
+            if needs_head:
+                random_features = copy.deepcopy(self._random_features)
+                if random_features is not None:
+                    random_features.to(output.weight.dtype)
+                new_head = FeatureHead(output, needs_normalize, random_features)
+            replace_output(model, name, new_head)
+        elif num_outputs > output.out_features:
+            output_name = f"{name}.output" if needs_head else name
+            grow_output(model, num_outputs, output_name)
+            output = unwrap(model).get_submodule(output_name)
+        return output
+
+    # The statistics.
+
+    def _freeze(self, model: nn.Module) -> None:
+        """Freeze the model, and raise if its features have changed since the first statistics."""
+        name, head = feature_head(model, self.output)
+        self._frozen.freeze_features(model, f"{name}.output" if isinstance(head, FeatureHead) else name)
+        head.requires_grad_(False)
+        checksum = _feature_checksum(unwrap(model), name)
+        if self.feature_checksum not in (None, checksum):
+            raise ValueError(
+                f"The features of this {type(unwrap(model)).__name__} have changed since {type(self).__name__} "
+                "collected its first statistics, so that old and new ones do not fit together: do not train or replace "
+                f"the layers below {name!r}, or begin with a new {type(self).__name__}()."
+            )
+        self.feature_checksum = checksum
+        if self.online:
+            self._recorder.register(unwrap(model), name)
+
+    @torch.no_grad()
+    def _collect(self, model: nn.Module, task: Task, sign: float) -> None:
+        """Pass over a task once; if that fails, the statistics are those of before."""
+        device = next(model.parameters()).device
+        previous = self.statistics
+        is_shared = self.is_additive and distributed.world_size() > 1
+
+        # With several processes, each sums up its share of the examples.
+        self.statistics = {}
+        if not is_shared:
+            self.statistics = {key: value.clone() for key, value in previous.items()}
+        try:
+            progress = PassProgress(task, "features")
+            with progress:
+                for batch in task.examples(PASS_BATCH_SIZE, shared=is_shared):
+                    batch = batch.to(device)
+                    self._add_features(self.compute_features(model, batch.x), batch.labels(), sign)
+                    progress.finish_batch(len(batch))
+            if is_shared:
+                self.statistics = _sum_statistics(self.statistics, previous)
+        except BaseException:
+            self.statistics = previous
+            raise
+
+    @torch.no_grad()
+    def compute_features(self, model: nn.Module, x: Any) -> Tensor:
+        """Return the features φ of some inputs, in evaluation mode."""
+        inner = unwrap(model)
+        name, _ = feature_head(model, self.output)
+        args, kwargs = arguments(inner, unlisted(x))
+        with evaluating(model):
+            return compute_features(inner, name, *args, **kwargs)
+
+    def _add_features(self, features: Tensor, y: Tensor, sign: float) -> None:
+        """Add the features of labeled examples or tokens to the statistics."""
+        if features.dim() == y.dim():
+            raise ValueError(
+                f"Features of shape {tuple(features.shape)} have no vector for each of the labels of shape "
+                f"{tuple(y.shape)}: name the output layer, output=…."
+            )
+        features = features.flatten(0, -2)
+        labels = y.flatten()
+        if len(features) != len(labels):
+            raise ValueError(
+                f"There are {len(features)} feature vectors for {len(labels)} labels: the output layer must be called "
+                "once for each label. Name the right layer, output=…."
+            )
+
+        # Ignored labels are negative (-100).
+        is_labeled = labels >= 0
+        h = self.represent(features[is_labeled])
+        if not h.isfinite().all():
+            raise ValueError(
+                f"{type(self).__name__} got features that are not finite numbers: look for NaN in the inputs, or for "
+                "weights that overflow in half precision."
+            )
+        if len(h):
+            self.add(h, labels[is_labeled], sign)
+
+    def represent(self, features: Tensor) -> Tensor:
+        """Return h, the representation whose statistics are kept, in float64.
+
+        Args:
+            features: inputs of the output layer, a row per example.
+        """
+        # MPS has no float64.
+        device = torch.device("cpu") if features.device.type == "mps" else features.device
+        h = features.to(device, torch.float64)
+        if self.normalize:
+            h = F.normalize(h, dim=-1)
+        random_features = self._cached_random_features(h)
+        if random_features is None:
+            return h
+        return random_features(h)
+
+    def _cached_random_features(self, h: Tensor) -> nn.Module | None:
+        """Return the random features in float64; raise if they are not those of the statistics."""
+        if self._random_features is None:
+            random_features = self.make_random_features(h.shape[1])
+            if random_features is None:
+                return None
+            checksum = _checksum(random_features.state_dict().values())
+            if self.random_checksum not in (None, checksum):
+                raise ValueError(
+                    f"The random features of {self!r} are not those of its statistics: create it with the fields (seed, "
+                    "dimension, …) that it was saved with."
+                )
+            self.random_checksum = checksum
+            self._random_features = random_features.double().to(h.device)
+        return self._random_features
+
+    def _statistic(self, key: str, like: Tensor, *shape: int) -> Tensor:
+        """Return a sum, created with zeros or grown to this shape."""
+        value = self.statistics.get(key)
+        if value is None:
+            num_bytes = 8 * int(torch.Size(shape).numel())
+            _check_memory(f"{type(self).__name__}.{key} of shape {shape}", num_bytes)
+            value = like.new_zeros(shape, dtype=torch.float64)
+        self.statistics[key] = grown(value, shape)
+        return self.statistics[key]
+
+    def _check_learned(self, task: Task) -> None:
+        """Raise unless as many examples of every class were learned as are to be forgotten."""
+        counts = self.statistics.get("counts", torch.zeros(0))
+        forgotten = torch.zeros(len(counts), dtype=torch.float64)
+        for batch in task.examples(PASS_BATCH_SIZE):
+            labels = batch.labels().flatten().cpu()
+            batch_counts = labels[labels >= 0].bincount(minlength=len(counts)).double()
+            forgotten = grown(forgotten, batch_counts.shape) + batch_counts
+
+        learned = grown(counts.cpu(), forgotten.shape)
+        excess = (forgotten > learned + 0.5).nonzero().flatten().tolist()
+        if excess:
+            c = excess[0]
+            raise ValueError(
+                f"{int(forgotten[c])} examples of class {c} are to be forgotten, but {int(learned[c])} were learned: "
+                "give only examples that were learned, each once."
+            )
+
+    def _check_likelihood(self, task: Any) -> None:
+        """Raise unless the labels are classes."""
+        likelihood = getattr(task, "likelihood", None)
+        if likelihood is not None and not isinstance(likelihood, Categorical):
+            raise ValueError(
+                f"{type(self).__name__} keeps statistics by class, and the labels of {task} are {likelihood}: give "
+                "classes, one for each example."
+            )
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the state of a head with the same settings."""
+        super().load_state_dict(state)
+        self._random_features = None
+
+    def describe(self, model: nn.Module, batch: Batch | None = None) -> dict[str, str]:
+        """Return the features, the classes and the size of the statistics."""
+        name, _ = feature_head(model, self.output)
+        facts = {"features": f"the inputs of {name!r}; all layers are frozen"}
+        if self.statistics:
+            num_classes = int((self.statistics["counts"] > 0.5).sum())
+            num_bytes = sum(value.numel() * value.element_size() for value in self.statistics.values())
+            facts["statistics"] = f"of {num_classes} classes, {format_bytes(num_bytes)}"
+        return facts
+
+
+def _sum_statistics(local: Statistics, previous: Statistics) -> Statistics:
+    """Sum the statistics of all processes, and add those of before.
+
+    Args:
+        local: of this process; without any keys if it had no examples.
+        previous: the same in all processes.
+    """
+    # Processes may have seen different classes.
+    shapes: dict[str, torch.Size] = {}
+    for statistics in distributed.all_gather_object({key: value.shape for key, value in local.items()}):
+        for key, shape in statistics.items():
+            largest = [max(sizes) for sizes in zip(shape, shapes.get(key, shape), strict=True)]
+            shapes[key] = torch.Size(largest)
+
+    device = next(iter({**local, **previous}.values()), torch.zeros(0)).device
+    total = {}
+    for key, shape in shapes.items():
+        zeros = torch.zeros(shape, dtype=torch.float64, device=device)
+        total[key] = grown(local.get(key, zeros), shape).clone()
+    distributed.all_reduce_(total.values())
+
+    for key, value in previous.items():
+        shape = total.get(key, value).shape
+        largest_shape = [max(sizes) for sizes in zip(shape, value.shape, strict=True)]
+        total[key] = grown(total.get(key, value.new_zeros(shape)), largest_shape) + grown(value, largest_shape)
+    return total
+
+
+def _feature_checksum(model: nn.Module, name: str) -> int:
+    """Compute a checksum of all weights and buffers outside the output layer."""
+    state = model.state_dict()
+    return _checksum(value for key, value in state.items() if not key.startswith(f"{name}."))
+
+
+def _checksum(tensors: Any) -> int:
+    checksum = 0
+    for tensor in tensors:
+        content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+        checksum = zlib.crc32(content.data, checksum)
+    return checksum
+
+
+def _check_memory(description: str, num_bytes: int) -> None:
+    """Raise if a tensor and a second one of its size, for the computation, do not fit into the free memory."""
+    if not hasattr(os, "sysconf") or "SC_AVPHYS_PAGES" not in os.sysconf_names:
+        return
+    free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if 2 * num_bytes > free_bytes:
+        raise MemoryError(
+            f"{description} needs {format_bytes(num_bytes)}, and as much again to solve for the output layer; "
+            f"{format_bytes(free_bytes)} are free: choose a smaller dimension."
+        )

@@ -1,0 +1,66 @@
+"""Linear discriminant analysis of random Fourier features."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from everlearn.core.hyperparameters import Range, Search
+from everlearn.core.traits import Traits
+from everlearn.methods.heads.base import FrozenHead
+from everlearn.methods.heads.streaming_lda import linear_discriminants
+from everlearn.runtime.randomness import generator
+from everlearn.surgery.feature_head import RandomFourier
+
+
+@dataclass(eq=False)
+class KLDA(FrozenHead):
+    """Kernel linear discriminant analysis (Momeni et al., AAAI 2025).
+
+        h = √(2/D) cos(ωφ + b),   ω ~ N(0, 2σ),   b ~ U[0, 2π)      random Fourier features of an RBF kernel
+        W, b as in ``StreamingLDA``, on h
+
+    The scale σ depends on that of the features: 1 with raw features of MiniLM gives chance level. Normalized features
+    have distances of at most 2, for which σ = 0.1 is a good start.
+
+    Args:
+        dimension: D, the number of random features.
+        sigma: σ, the variance of ω is 2σ.
+        shrinkage: ε of the covariance.
+        seed: of the random features; they are part of the model, and must not change.
+    """
+
+    traits = Traits(
+        family="heads",
+        pro="classes that are not linearly separable; nothing forgotten, any order of tasks, seconds",
+        con="the features must be good: it learns none; σ depends on their scale",
+        step=None,
+        copies=None,
+        without_boundaries={"online": True},
+    )
+
+    dimension: Annotated[int, Range(1)] = 5000
+    sigma: Annotated[float, Range(1e-9), Search(1e-3, 10)] = 0.1
+    shrinkage: Annotated[float, Range(0, 1), Search(1e-8, 0.5)] = 1e-4
+    seed: int = 0
+
+    def make_random_features(self, num_features: int) -> RandomFourier:
+        """Draw ω and b."""
+        random = generator(self.seed, "KLDA")
+        frequencies = math.sqrt(2 * self.sigma) * torch.randn(self.dimension, num_features, generator=random)
+        phases = 2 * math.pi * torch.rand(self.dimension, generator=random)
+        return RandomFourier(frequencies, phases)
+
+    def add(self, h: Tensor, y: Tensor, sign: float) -> None:
+        """Add n, s and Σ hhᵀ."""
+        super().add(h, y, sign)
+        products = self._statistic("products", h, h.shape[1], h.shape[1])
+        products.addmm_(h.T, h, alpha=sign)
+
+    def solve(self) -> tuple[Tensor, Tensor]:
+        """Return the discriminants of the shared covariance."""
+        return linear_discriminants(self.statistics, self.shrinkage)

@@ -1,0 +1,159 @@
+"""RanPAC and ACIL: ridge regression on random features of frozen features."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import torch
+from torch import Tensor
+
+from everlearn.core.hyperparameters import NonNegative, Range
+from everlearn.core.traits import Traits
+from everlearn.methods.heads.base import FrozenHead, Statistics
+from everlearn.runtime.randomness import generator
+from everlearn.surgery.feature_head import RandomReLU
+
+# λ/M is selected on this many of the random features: it hardly depends on M, and a small system is quick to solve.
+SELECTION_DIMENSION = 1000
+RIDGE_GRID = tuple(10.0**exponent for exponent in torch.arange(-6, 4.5, 0.5).tolist())
+
+
+@dataclass(eq=False)
+class RanPAC(FrozenHead):
+    """Random projections and ridge regression (RanPAC: McDonnell et al., NeurIPS 2023; ACIL: Zhuang et al. 2022).
+
+        h = ReLU(P φ),   P ~ N(0, 1) of shape (M, features)
+        G = Σ hhᵀ,   C = Σ h yᵀ (y one-hot),   W = (G + λ I)⁻¹ C
+
+    W is the ridge regression of one-hot labels on all examples of all tasks. ``recursive=True`` keeps the inverse
+    R = (G + λ I)⁻¹ instead of G, as ACIL does, and updates it by the rows H of a batch: a class is added in a fraction
+    of the time. Both give the same W for the same λ, up to rounding.
+
+        R ← R - RHᵀ (I + HRHᵀ)⁻¹ HR,   W = R C
+
+    λ: a number; or "gcv", the λ of the smallest generalized cross-validation error N·SSE(λ)/(N - tr((G + λI)⁻¹G))²,
+    which needs only the sums, so that the order of tasks does not matter. λ/M is selected on the first thousand random
+    features. The authors hold out a fifth of the current task instead, whose λ depends on the last task.
+
+    Args:
+        dimension: M, the number of random features; the authors use 10,000. 0 for the features themselves.
+        ridge: λ; a number with ``recursive``.
+        recursive: whether to keep the inverse.
+        seed: of the random features; they are part of the model, and must not change.
+    """
+
+    traits = Traits(
+        family="heads",
+        pro="the best of the heads on all our features; nothing forgotten, any order of tasks, seconds",
+        con="the features must be good: it learns none; keeps M² numbers",
+        step=None,
+        copies=None,
+        without_boundaries={"online": True},
+    )
+
+    dimension: Annotated[int, Range(0)] = 5000
+    ridge: NonNegative | Literal["gcv"] = "gcv"
+    recursive: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.recursive and (self.ridge == "gcv" or not self.ridge):
+            raise ValueError(
+                f"RanPAC.ridge: got {self.ridge!r}, but the inverse is of one λ above 0: give a number, as in "
+                "RanPAC(ridge=100.0, recursive=True)."
+            )
+
+    @property
+    def is_additive(self) -> bool:  # type: ignore[override]
+        """Whether statistics can be added: inverses cannot."""
+        return not self.recursive
+
+    def make_random_features(self, num_features: int) -> RandomReLU | None:
+        """Draw P."""
+        if not self.dimension:
+            return None
+        return RandomReLU(torch.randn(self.dimension, num_features, generator=generator(self.seed, "RanPAC")))
+
+    def add(self, h: Tensor, y: Tensor, sign: float) -> None:
+        """Add n, C and G, or update the inverse."""
+        super().add(h, y, sign)
+        num_features = h.shape[1]
+        if not self.recursive:
+            self._statistic("products", h, num_features, num_features).addmm_(h.T, h, alpha=sign)
+            return
+
+        is_new = "inverse" not in self.statistics
+        inverse = self._statistic("inverse", h, num_features, num_features)
+        if is_new:
+            inverse.diagonal().fill_(1 / float(self.ridge))
+        # R - RHᵀ (I + HRHᵀ)⁻¹ HR; a minus before I takes the rows out.
+        projected = h @ inverse
+        system = projected @ h.T
+        system.diagonal().add_(sign)
+        inverse.addmm_(projected.T, torch.linalg.solve(system, projected), alpha=-1)
+
+    def solve(self) -> tuple[Tensor, Tensor]:
+        """Return the weights of the ridge regression, and no bias."""
+        sums = self.statistics["sums"]
+        if self.recursive:
+            weight = sums @ self.statistics["inverse"]
+        else:
+            ridge = select_ridge(self.statistics) if self.ridge == "gcv" else float(self.ridge)
+            weight = solve_ridge(self.statistics["products"], sums, ridge)
+        return weight, weight.new_zeros(len(weight))
+
+
+def solve_ridge(products: Tensor, sums: Tensor, ridge: float) -> Tensor:
+    """Return ((G + λI)⁻¹ C)ᵀ, a row for each class.
+
+    Args:
+        products: G.
+        sums: Cᵀ.
+        ridge: λ.
+    """
+    return torch.cholesky_solve(sums.T, _factorize(products, ridge)).T
+
+
+def select_ridge(statistics: Statistics) -> float:
+    """Return the λ of the smallest generalized cross-validation error, from the sums alone.
+
+        SSE(λ) = N - tr(WᵀC) - λ‖W‖²,   degrees of freedom = M - λ tr((G + λI)⁻¹)
+
+    Args:
+        statistics: counts, sums and products.
+    """
+    num_examples = float(statistics["counts"].sum())
+    num_selected = min(SELECTION_DIMENSION, len(statistics["products"]))
+    products = statistics["products"][:num_selected, :num_selected]
+    sums = statistics["sums"][:, :num_selected]
+    identity = torch.eye(num_selected, dtype=torch.float64, device=products.device)
+
+    # Relative to the mean square of a feature, so that the scale of the features does not matter.
+    scale = float(products.diagonal().mean())
+    errors = {}
+    for relative_ridge in RIDGE_GRID:
+        ridge = relative_ridge * scale
+        factor = _factorize(products, ridge)
+        weight = torch.cholesky_solve(sums.T, factor)
+        squared_error = num_examples - float((weight * sums.T).sum() + ridge * weight.square().sum())
+        inverse_trace = float(torch.linalg.solve_triangular(factor, identity, upper=False).square().sum())
+        residual_freedom = num_examples - num_selected + ridge * inverse_trace
+        errors[ridge] = num_examples * squared_error / residual_freedom**2
+
+    best_ridge = min(errors, key=lambda ridge: errors[ridge])
+    return best_ridge * len(statistics["products"]) / num_selected
+
+
+def _factorize(products: Tensor, ridge: float) -> Tensor:
+    """Return the Cholesky factor of G + λI."""
+    system = products.clone()
+    system.diagonal().add_(ridge)
+    factor, failure = torch.linalg.cholesky_ex(system)
+    if failure:
+        raise ValueError(
+            f"RanPAC cannot solve for {len(products)} random features with λ = {ridge:g}: there are fewer examples "
+            'than features, and λ is too small. Give ridge="gcv" or a larger number.'
+        )
+    return factor
