@@ -26,11 +26,17 @@ METHODS = LazyTable(
         "expandable": "everlearn.methods.expansion.expandable:ExpandableRepresentation",
         "den": "everlearn.methods.expansion.den:DEN",
         "expandnet": "everlearn.methods.expansion.expandnet:ExpandNet",
+        "nearest-mean": "everlearn.methods.heads.nearest_mean:NearestMean",
+        "streaming-lda": "everlearn.methods.heads.streaming_lda:StreamingLDA",
+        "ranpac": "everlearn.methods.heads.ranpac:RanPAC",
+        "klda": "everlearn.methods.heads.klda:KLDA",
+        "fecam": "everlearn.methods.heads.fecam:FeCAM",
     }
 )
 
 # Public base classes of methods.
 _BASES = [
+    "everlearn.methods.heads.base:FrozenHead",
     "everlearn.methods.isolation.base:Isolation",
     "everlearn.methods.regularization.base:QuadraticPenalty",
     "everlearn.methods.replay.base:Replay",
