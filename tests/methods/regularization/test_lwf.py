@@ -151,7 +151,7 @@ def test_the_teacher_is_constant():
     model = nn.Sequential(nets.cnn(stream.inputs, stream.outputs, channels=(4,)), nn.Dropout(0.5))
     method = LwF()
     train(model, method, stream[0], epochs=1)
-    teacher = {n: v.clone() for n, v in method.latest["state"].items()}
+    teacher = {n: v.clone() for n, v in method.next_teacher["state"].items()}
     train(model, method, stream[1], epochs=1)
     assert all(torch.equal(v, teacher[n]) and not v.requires_grad for n, v in method.teacher["state"].items())
     model.train()
@@ -221,7 +221,7 @@ def test_tokens_are_weighted_as_in_the_task_loss():
     y[0, 3:] = -100
     y[2] = -100
     is_counted = y != -100
-    teacher_state = method.latest["state"]
+    teacher_state = method.next_teacher["state"]
     z = F.linear(x[is_counted], teacher_state["weight"], teacher_state["bias"])
     p = (z / 2).softmax(-1)
     log_q = (model(x[is_counted]) / 2).log_softmax(-1)
