@@ -103,7 +103,7 @@ def methods_by_family():
         if family == "baselines":
             names = [*names, "joint"]
         members = ", ".join(f"`{name}`" for name in names)
-        item = f"- **{family}**: {idea(import_module(f'everlearn.methods.{family}'))}: {members}"
+        item = f"- **{family}** ({idea(import_module(f'everlearn.methods.{family}'))}): {members}"
         lines += textwrap.wrap(item, LINE_LENGTH, subsequent_indent="  ", break_on_hyphens=False)
     return lines
 
