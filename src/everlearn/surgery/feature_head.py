@@ -25,7 +25,7 @@ class Normalize(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         """Return φ / ‖φ‖."""
-        norm = features.norm(dim=-1, keepdim=True)
+        norm: Tensor = features.norm(dim=-1, keepdim=True)
         return features / norm.clamp_min(self.epsilon.to(norm.dtype))
 
 
@@ -75,6 +75,8 @@ class FeatureHead(nn.Sequential):
         random_features: fixed random features; by default the features themselves.
     """
 
+    output: nn.Linear
+
     def __init__(
         self,
         output: nn.Linear,
@@ -90,13 +92,9 @@ class FeatureHead(nn.Sequential):
             parts["fourier"] = random_features
         parts["output"] = output
         super().__init__(parts)
-
-    def transform(self, features: Tensor) -> Tensor:
-        """Return the input of the classifier."""
-        for name, part in self.named_children():
-            if name != "output":
-                features = part(features)
-        return features
+        self.in_features = output.in_features
+        if random_features is not None:
+            self.in_features = random_features.weight.shape[1]
 
 
 def replace_output(model: nn.Module, name: str, head: nn.Module) -> None:
@@ -106,7 +104,7 @@ def replace_output(model: nn.Module, name: str, head: nn.Module) -> None:
     unwrap(model).set_submodule(name, head.to(device).train(old.training))
 
 
-def feature_head(model: nn.Module, name: str | None = None) -> tuple[str, nn.Module]:
+def feature_head(model: nn.Module, name: str | None = None) -> tuple[str, nn.Linear | FeatureHead]:
     """Return the name and module that turns features into outputs: a ``FeatureHead``, or else the output layer.
 
     >>> feature_head(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)))

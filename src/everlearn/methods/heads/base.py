@@ -26,7 +26,7 @@ from everlearn.runtime import distributed
 from everlearn.surgery.feature_head import FeatureHead, RandomFourier, RandomReLU, feature_head, replace_output
 from everlearn.surgery.features import FeatureRecorder, compute_features
 from everlearn.surgery.freezing import FrozenEntries
-from everlearn.surgery.heads import grow_output
+from everlearn.surgery.heads import grow_output, output_layer
 
 PASS_BATCH_SIZE = 256
 
@@ -80,7 +80,7 @@ class FrozenHead(Method):
         self.random_checksum: int | None = None
         self._frozen = FrozenEntries(type(self).__name__)
         self._recorder = FeatureRecorder(type(self).__name__)
-        self._random_features: nn.Module | None = None
+        self._random_features: RandomReLU | RandomFourier | None = None
 
     @property
     def trains(self) -> bool:  # type: ignore[override]
@@ -216,9 +216,10 @@ class FrozenHead(Method):
             raise ValueError(
                 "The model is the output layer itself and cannot be replaced: put it into nn.Sequential(layer)."
             )
-        needs_normalize = self.normalize and not self.is_scale_free
-        needs_head = needs_normalize or self._random_features is not None
         output = head.output if isinstance(head, FeatureHead) else head
+        random_features = self._get_random_features(head.in_features, weight.device)
+        needs_normalize = self.normalize and not self.is_scale_free
+        needs_head = needs_normalize or random_features is not None
         num_outputs = max(output.out_features, len(weight))
 
         is_fitting = isinstance(head, FeatureHead) == needs_head and output.in_features == weight.shape[1]
@@ -226,15 +227,12 @@ class FrozenHead(Method):
             output = nn.Linear(weight.shape[1], num_outputs, dtype=output.weight.dtype).requires_grad_(False)
             new_head: nn.Module = output
             if needs_head:
-                random_features = copy.deepcopy(self._random_features)
-                if random_features is not None:
-                    random_features.to(output.weight.dtype)
-                new_head = FeatureHead(output, needs_normalize, random_features)
+                new_head = FeatureHead(output, needs_normalize, copy.deepcopy(random_features)).to(output.weight.dtype)
             replace_output(model, name, new_head)
         elif num_outputs > output.out_features:
             output_name = f"{name}.output" if needs_head else name
             grow_output(model, num_outputs, output_name)
-            output = unwrap(model).get_submodule(output_name)
+            _, output = output_layer(model, output_name)
         return output
 
     # The statistics.
@@ -325,25 +323,26 @@ class FrozenHead(Method):
         h = features.to(device, torch.float64)
         if self.normalize:
             h = F.normalize(h, dim=-1)
-        random_features = self._cached_random_features(h)
+        random_features = self._get_random_features(h.shape[1], device)
         if random_features is None:
             return h
-        return random_features(h)
+        represented: Tensor = random_features(h)
+        return represented
 
-    def _cached_random_features(self, h: Tensor) -> nn.Module | None:
-        """Return the random features in float64; raise if they are not those of the statistics."""
+    def _get_random_features(self, num_features: int, device: torch.device) -> RandomReLU | RandomFourier | None:
+        """Return the random features in float64, drawn once; raise if they are not those of the statistics."""
         if self._random_features is None:
-            random_features = self.make_random_features(h.shape[1])
+            random_features = self.make_random_features(num_features)
             if random_features is None:
                 return None
             checksum = _checksum(random_features.state_dict().values())
             if self.random_checksum not in (None, checksum):
                 raise ValueError(
-                    f"The random features of {self!r} are not those of its statistics: create it with the fields (seed, "
-                    "dimension, …) that it was saved with."
+                    f"The random features of {self!r} are not those of its statistics: create it with the fields "
+                    "(seed, dimension, …) that it was saved with."
                 )
             self.random_checksum = checksum
-            self._random_features = random_features.double().to(h.device)
+            self._random_features = random_features.double().to(device)
         return self._random_features
 
     def _statistic(self, key: str, like: Tensor, *shape: int) -> Tensor:

@@ -14,6 +14,7 @@ from everlearn.core.hyperparameters import NonNegative, Range
 from everlearn.core.method import Method
 from everlearn.core.traits import Traits
 from everlearn.methods.heads.base import UNSEEN_LOGIT, FrozenHead
+from everlearn.surgery.heads import output_layer
 
 
 @dataclass(eq=False)
@@ -121,7 +122,9 @@ class FeCAM(FrozenHead):
         h = self._normalized(self.represent(self.compute_features(model, x)))
         counts = self.statistics["counts"]
         means = self._normalized(self.statistics["sums"])
-        outputs = h.new_full((len(h), len(counts)), UNSEEN_LOGIT)
+        _, layer = output_layer(model, self.output)
+        num_outputs = max(len(counts), layer.out_features)
+        outputs = h.new_full((len(h), num_outputs), UNSEEN_LOGIT)
         for c in (counts > 0.5).nonzero().flatten().tolist():
             difference = h - means[c]
             outputs[:, c] = -((difference @ self._metrics[c]) * difference).sum(1)

@@ -143,13 +143,14 @@ def select_ridge(statistics: Statistics) -> float:
         errors[ridge] = num_examples * squared_error / residual_freedom**2
 
     best_ridge = min(errors, key=lambda ridge: errors[ridge])
-    return best_ridge * len(statistics["products"]) / num_selected
+    return float(best_ridge * len(statistics["products"]) / num_selected)
 
 
 def _factorize(products: Tensor, ridge: float) -> Tensor:
     """Return the Cholesky factor of G + λI."""
     system = products.clone()
     system.diagonal().add_(ridge)
+    factor: Tensor
     factor, failure = torch.linalg.cholesky_ex(system)
     if failure:
         raise ValueError(
