@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -160,7 +160,6 @@ def _run_in_processes(
                 return
 
             for pipe in wait(list(running)):
-                assert isinstance(pipe, Connection)
                 current = running[pipe]
                 try:
                     kind, content = _receive(pipe)
@@ -199,7 +198,7 @@ def _run_in_processes(
             process.join()
 
 
-def _send(pipe: Connection, message: Any) -> None:
+def _send(pipe: Any, message: Any) -> None:
     """Send a message; if the other process has died, the next read from its pipe fails."""
     # The pickle of ``pipe.send`` would put tensors into shared memory, which ends with its process.
     content = pickle.dumps(message)
@@ -207,11 +206,11 @@ def _send(pipe: Connection, message: Any) -> None:
         pipe.send_bytes(content)
 
 
-def _receive(pipe: Connection) -> Any:
+def _receive(pipe: Any) -> Any:
     return pickle.loads(pipe.recv_bytes())
 
 
-def _serve_runs(pipe: Connection, threads: int, forked_run: tuple[Any, bool] | None) -> None:
+def _serve_runs(pipe: Any, threads: int, forked_run: tuple[Any, bool] | None) -> None:
     """Execute a forked run, or those that arrive, in a process that ends with its parent."""
     survive_closed_streams()
     for signal_number in (signal.SIGINT, signal.SIGTERM):
@@ -227,7 +226,7 @@ def _serve_runs(pipe: Connection, threads: int, forked_run: tuple[Any, bool] | N
             _send(pipe, _execute_in_worker(pipe, *_receive(pipe)))
 
 
-def _execute_in_worker(pipe: Connection, run: Any, force: bool) -> tuple[str, Any]:
+def _execute_in_worker(pipe: Any, run: Any, force: bool) -> tuple[str, Any]:
     """Execute a run; returns the message for the parent process."""
 
     def report(*arguments: Any) -> Any:
