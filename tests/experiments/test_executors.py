@@ -88,7 +88,9 @@ class FailingRun:
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_errors_of_runs_are_outcomes_and_others_are_raised(workers):
-    wrong, odd = dict(local_outcomes([FailingRun("value"), FailingRun("odd")], workers)).values()
+    run_outcomes = dict(local_outcomes([FailingRun("value"), FailingRun("odd")], workers))
+    wrong = run_outcomes[0]
+    odd = run_outcomes[1]
     assert type(wrong) is ValueError and str(wrong) == "wrong value"
     assert isinstance(odd, RuntimeError) and "too large: 3" in str(odd)
     if workers == 2:

@@ -159,7 +159,8 @@ def _run_in_processes(
             if not running:
                 return
 
-            for pipe in wait(list(running)):
+            ready_pipes: list[Any] = wait(list(running))
+            for pipe in ready_pipes:
                 current = running[pipe]
                 try:
                     kind, content = _receive(pipe)
