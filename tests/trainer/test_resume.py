@@ -295,12 +295,15 @@ def test_unwritable_folder_is_reported(tmp_path):
         pass
 
 
-def test_disk_without_locks_does_not_stop_run(run_with_kills, monkeypatch):
-    def refuse(handle, wait):
-        raise OSError(errno.ENOSYS, "Function not implemented")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows has a different lock")
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK])
+def test_disk_without_locks_does_not_stop_run(code, run_with_kills, tmp_path, monkeypatch):
+    def refuse(handle, operation):
+        raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(everlearn.runtime.files, "_lock", refuse)
+    monkeypatch.setattr("fcntl.flock", refuse)
     run_with_kills(EWC)
+    assert [path.suffix for path in (tmp_path / "out").iterdir()] == [".json"]
 
 
 def test_resume_of_online_stream(run_with_kills, small_stream):

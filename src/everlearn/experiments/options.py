@@ -8,9 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
-
 from everlearn.experiments.parsing import (
     MAX_YAML_CHARACTERS,
     UsageError,
@@ -19,6 +16,11 @@ from everlearn.experiments.parsing import (
     parse_yaml,
     split_list,
 )
+from everlearn.runtime.optional_imports import imports_of_extra
+
+with imports_of_extra("cli", "A grid of runs"):
+    import yaml
+    from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 if TYPE_CHECKING:
     from torch import nn

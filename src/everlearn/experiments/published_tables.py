@@ -11,10 +11,12 @@ from math import sqrt
 from statistics import fmean
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-
 from everlearn.experiments.options import Grid
 from everlearn.experiments.parsing import UsageError, did_you_mean, explain
+from everlearn.runtime.optional_imports import imports_of_extra
+
+with imports_of_extra("cli", "A published table"):
+    from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 FOLDER = resources.files("everlearn.experiments") / "published"
 Options = dict[str, Any]  # options of ``everlearn run``, by name
