@@ -134,11 +134,8 @@ class Expansion(Isolation):
 
     def detach(self, model: nn.Module) -> None:
         """Remove the added units and unlock all entries: the model of the first task, with the last output layer."""
-        inner = unwrap(model)
-        if self._added_units is not None and self._added_units.is_attached_to(inner):
-            self._locks.release(model)
-        # A copy of the trained model has hooks only; the locks belong to the original.
-        remove_hooks(inner, type(self).__name__)
+        self._locks.detach(model)
+        remove_hooks(unwrap(model), type(self).__name__)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state; the next ``begin_task`` or ``predict`` attaches its units to the model."""
