@@ -80,18 +80,20 @@ class FrozenEntries:
         self._free_bits = {}
         self._locked_bits = {}
 
-    def lock_buffers(self, model: nn.Module, names: Iterable[str], evaluate: bool = True) -> None:
+    def lock_buffers(self, model: nn.Module, names: Iterable[str] | None = None, evaluate: bool = True) -> None:
         """Lock buffers at their current values.
 
         Args:
             model: the model.
-            names: names of the buffers.
+            names: names of the buffers; by default all.
             evaluate: whether layers whose running statistics are locked normalize by them, also under
                 ``model.train()``; otherwise by the statistics of each batch.
         """
         self._remember(model)
         buffers = dict(unwrap(model).named_buffers())
-        locked_buffers = {name: buffers[name] for name in names}
+        locked_buffers = buffers
+        if names is not None:
+            locked_buffers = {name: buffers[name] for name in names}
         self.buffers |= {name: buffer.clone() for name, buffer in locked_buffers.items()}
         if not evaluate:
             return

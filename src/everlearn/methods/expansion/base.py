@@ -278,7 +278,7 @@ class Expansion(Isolation):
 
         # Entries are locked, not frozen: without gradients, torch's transformers use kernels that round differently.
         self._locks.lock(model, self.protected_entries(model, len(self.tasks)))
-        self._locks.lock_buffers(model, {name for name, _ in unwrap(model).named_buffers()})
+        self._locks.lock_buffers(model)
 
     def _start_guard(self, task: Task, planned_steps: int | None) -> None:
         """Start checking the training loop of a task."""

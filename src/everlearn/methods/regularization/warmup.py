@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from everlearn.core.parameters import trainable_parameters, unwrap
+from everlearn.core.parameters import trainable_parameters
 from everlearn.methods.regularization.teacher import Teacher, refuse_added_layers
 from everlearn.surgery.freezing import FrozenEntries
 from everlearn.surgery.heads import output_layer
@@ -40,7 +40,7 @@ def train_new_outputs(frozen: FrozenEntries, model: nn.Module, task: Any, teache
             rows = rows.new_ones(())
         masks[parameter_name] = rows.view(-1, *[1] * (p.dim() - 1)).expand_as(p)
     frozen.lock(model, masks)
-    frozen.lock_buffers(model, dict(unwrap(model).named_buffers()), evaluate=False)
+    frozen.lock_buffers(model, evaluate=False)
     return True
 
 
