@@ -26,7 +26,7 @@ from everlearn.methods.regularization.teacher import (
     snapshot_teacher,
     teacher_outputs,
 )
-from everlearn.methods.regularization.warmup import train_new_outputs
+from everlearn.methods.regularization.warmup import lock_all_but_new_outputs
 from everlearn.surgery.freezing import FrozenEntries
 
 
@@ -103,7 +103,7 @@ class LwF(Method):
         self._frozen.release(model)
         self._is_warming_up = False
         if self.warmup_steps < self.warmup and self.teacher:
-            self._is_warming_up = train_new_outputs(self._frozen, model, task, self.teacher, self.output)
+            self._is_warming_up = lock_all_but_new_outputs(self._frozen, model, task, self.teacher, self.output)
 
     def penalty(self, model: nn.Module, batch: Batch | None = None, outputs: Tensor | None = None) -> Tensor | float:
         """Return λ_o Σₖ KL(teacher ‖ model).
