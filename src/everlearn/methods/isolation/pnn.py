@@ -37,7 +37,7 @@ from everlearn.surgery.hooks import (
 
 @dataclass(eq=False)
 class PNN(Isolation):
-    """Progressive neural networks (Rusu et al., 2016).
+    """Progressive neural networks (Rusu et al., 2016): add a network per task, connected to the earlier ones.
 
         task k: trains a new network, column k, which also reads the frozen columns of earlier tasks
         L = L_task, in column k and its laterals
