@@ -71,6 +71,9 @@ class Method:
     # refuses methods that need more, such as hooks on the model, a sub-network per task or added units.
     deployable: ClassVar[bool] = True
 
+    # Whether each task trains a newly initialized network in place of the model's, as with a network per task.
+    reinitializes: ClassVar[bool] = False
+
     # Whether ``penalty`` uses the batch, or depends on the parameters only.
     penalty_uses_batch: ClassVar[bool] = True
 
@@ -194,6 +197,10 @@ class Method:
     def changes(self, hook: str) -> bool:
         """Whether the class overrides the hook of this name."""
         return getattr(type(self), hook) is not getattr(Method, hook)
+
+    def conflict_with(self, other: Method) -> str:
+        """Why the method cannot be chained with another one, as a sentence; empty if it can."""
+        return ""
 
     @property
     def needs_batch(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,21 +10,12 @@ from torch import Tensor, nn
 from everlearn.core.parameters import unwrap
 
 
-@dataclass(frozen=True)
-class HoldStatistics:
-    """Forward pre-hook that makes a layer normalize by its running statistics, without updating them.
+def hold_statistics(module: nn.Module, args: tuple[Any, ...]) -> None:
+    """Make a layer normalize by its running statistics, without updating them: a forward pre-hook.
 
     It acts before every forward pass, because ``model.train()`` in the training loop would re-enable the updates.
-
-    Args:
-        owner: name of the component that registered the hook and may remove it.
     """
-
-    owner: str
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Put the layer into evaluation mode."""
-        module.training = False
+    module.training = False
 
 
 def tracking_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -67,4 +57,5 @@ def warn_if_statistics_move(model: nn.Module, method: str) -> bool:
 
 def _is_frozen(layer: nn.Module) -> bool:
     """Whether a hook freezes the layer's running statistics."""
-    return any(isinstance(hook, HoldStatistics) for hook in layer._forward_pre_hooks.values())
+    # Methods register functions as partial ones, which carry the name of their owner.
+    return any(getattr(hook, "func", hook) is hold_statistics for hook in layer._forward_pre_hooks.values())

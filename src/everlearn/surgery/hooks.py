@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 HookRecord = tuple[dict[int, Any], int, "Hook"]  # the hook dict of a module, the key in it, the hook
@@ -31,12 +32,13 @@ def make_hook(owner: str, function: Callable[..., Any], *args: Any) -> Hook:
     return hook
 
 
-def remove_hooks(net: nn.Module, owner: str | None = None) -> list[HookRecord]:
+def remove_hooks(net: nn.Module, owner: str | None = None, kind: object = None) -> list[HookRecord]:
     """Remove the hooks of a method, also those copied with a model. Returns what ``restore_hooks`` needs.
 
     Args:
         net: the model.
         owner: name of the method; by default all methods.
+        kind: the function that the hooks call, or the class of the object that they call; by default any.
     """
     hook_dicts: list[Any] = []
     for module in net.modules():
@@ -45,11 +47,16 @@ def remove_hooks(net: nn.Module, owner: str | None = None) -> list[HookRecord]:
     removed: list[HookRecord] = []
     for hook_dict in hook_dicts:
         for key, hook in hook_dict.items():
-            if isinstance(hook, Hook) and owner in (None, hook.owner):
+            if isinstance(hook, Hook) and owner in (None, hook.owner) and kind in (None, *_kinds(hook)):
                 removed.append((hook_dict, key, hook))
     for hook_dict, key, _ in removed:
         del hook_dict[key]
     return removed
+
+
+def _kinds(hook: Hook) -> tuple[object, type]:
+    """Return the function that a hook calls, and the class of the object that it is or belongs to."""
+    return hook.func, type(getattr(hook.func, "__self__", hook.func))
 
 
 def restore_hooks(hooks: list[HookRecord]) -> None:
@@ -89,3 +96,14 @@ def move_like(module: nn.Module, model: nn.Module) -> None:
     reference = next(model.parameters())
     if parameter is not None and (parameter.device, parameter.dtype) != (reference.device, reference.dtype):
         module.to(reference.device, reference.dtype)
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether ``torch.compile`` wraps the model or a part of it."""
+    return any("_orig_mod" in module._modules for module in model.modules())
+
+
+def recompile(model: nn.Module) -> None:
+    """Discard the compiled code of a compiled model, which ignores hooks registered after its first call."""
+    if is_compiled(model):
+        torch.compiler.reset()

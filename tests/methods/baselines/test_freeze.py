@@ -82,10 +82,26 @@ def test_chunks_of_one_task_do_not_freeze():
     assert all(p.requires_grad for p in model.parameters())
 
 
+@pytest.mark.parametrize("what", ["features", "statistics"])
+def test_a_task_without_an_id_that_begins_again_is_resumed(what):
+    model = nets.cnn((1, 8, 8), 10, channels=(4,))
+    method = Freeze(what)
+    for _ in range(2):
+        method.begin_task(model, None)
+    assert all(p.requires_grad for p in model.parameters())
+    assert not any(m._forward_pre_hooks for m in model.modules())
+    method.end_task(model, None)
+    for _ in range(2):
+        method.begin_task(model, None)
+    assert model[0][0].weight.requires_grad == (what == "statistics")
+    assert sum(len(m._forward_pre_hooks) for m in model.modules()) == 1
+
+
 def test_without_a_linear_layer_there_is_no_output_to_train():
     method = Freeze()
     model = nn.Conv2d(1, 1, 1)
     method.begin_task(model, None)
+    method.end_task(model, None)
     with pytest.raises(ValueError, match=r"Conv2d has no nn.Linear layer"):
         method.begin_task(model, None)
 

@@ -151,7 +151,7 @@ def test_the_teacher_is_constant():
     model = nn.Sequential(nets.cnn(stream.inputs, stream.outputs, channels=(4,)), nn.Dropout(0.5))
     method = LwF()
     train(model, method, stream[0], epochs=1)
-    teacher = {n: v.clone() for n, v in method.latest["state"].items()}
+    teacher = {n: v.clone() for n, v in method.next_teacher["state"].items()}
     train(model, method, stream[1], epochs=1)
     assert all(torch.equal(v, teacher[n]) and not v.requires_grad for n, v in method.teacher["state"].items())
     model.train()
@@ -221,7 +221,7 @@ def test_tokens_are_weighted_as_in_the_task_loss():
     y[0, 3:] = -100
     y[2] = -100
     is_counted = y != -100
-    teacher_state = method.latest["state"]
+    teacher_state = method.next_teacher["state"]
     z = F.linear(x[is_counted], teacher_state["weight"], teacher_state["bias"])
     p = (z / 2).softmax(-1)
     log_q = (model(x[is_counted]) / 2).log_softmax(-1)
@@ -318,6 +318,27 @@ def test_only_new_outputs_move_during_the_warm_up(optimizer, scenario):
         else:
             assert torch.equal(value, initial_state[name]), name
     train(model, method, Task(stream[1].train, id=1, allowed=stream[1].allowed), optimizer=optimizer, iterations=1)
+
+
+class Scale(nn.Module):
+    """Multiply by a trainable scalar without dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x):
+        return self.factor * x
+
+
+def test_a_scalar_parameter_is_locked_during_the_warm_up():
+    stream = streams.digits("task")
+    model = nn.Sequential(nn.Flatten(), Scale(), nn.Linear(64, stream.outputs))
+    method = LwF(warmup=5)
+    train(model, method, stream[0], iterations=2)
+    factor = model[1].factor.item()
+    train(model, method, stream[1], iterations=5)
+    assert model[1].factor.item() == factor != 2.0
 
 
 def test_all_parameters_move_after_the_warm_up():

@@ -106,7 +106,7 @@ def test_the_old_generator_does_not_change():
     model = nets.mlp(stream.inputs, stream.outputs, hidden=(8,))
     method = GenerativeReplay(hidden=16, latent=4)
     train(model, method, stream[0], iterations=3)
-    old_weights = {n: v.clone() for n, v in method.latest["generator"].items()}
+    old_weights = {n: v.clone() for n, v in method.next_teacher["generator"].items()}
     train(model, method, stream[1], iterations=3)
     assert all(torch.equal(v, method.teacher["generator"][n]) for n, v in old_weights.items())
     assert any(not torch.equal(v, method.generator_weights[n]) for n, v in old_weights.items()), (

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
-from torch import Tensor, nn
+from torch import nn
 
 from everlearn.core.method import Method
 from everlearn.core.parameters import unwrap
-from everlearn.core.running_statistics import HoldStatistics, tracking_layers
+from everlearn.core.running_statistics import tracking_layers
 from everlearn.core.traits import Traits
-from everlearn.surgery.freezing import remove_entry_hooks, seen_by_compiler
+from everlearn.surgery.freezing import FrozenEntries
 from everlearn.surgery.heads import output_layer
-
-HELD_BY_FREEZE = HoldStatistics("Freeze")
 
 
 @dataclass(eq=False)
@@ -62,13 +58,10 @@ class Freeze(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.has_begun: bool = False  # whether a task has begun
-        self.has_ended: bool = False  # whether a task has ended
         self.first_task_id: int | None = None
         self.is_frozen: bool = False
         self.is_task_open: bool = False
-        self._loaded = False
-        self._unfreeze_calls: list[Callable[[], object]] = []
-        self._saved_buffers: list[tuple[Tensor, Tensor]] = []
+        self._frozen = FrozenEntries("Freeze")
 
     def begin_task(self, model: nn.Module, task: Any) -> None:
         """Freeze from the second task on; another chunk of the first task does not count as the second."""
@@ -77,19 +70,17 @@ class Freeze(Method):
 
         task_id = getattr(task, "id", None)
         in_first_task = not self.has_begun or (task_id is not None and task_id == self.first_task_id)
-        is_resumed = self._loaded and self.is_task_open
+        # Without an id, a task that has not ended is resumed.
+        is_resumed = self.is_task_open and task_id is None
         if not in_first_task and not is_resumed:
             self.is_frozen = True
         if not self.has_begun:
             self.has_begun = True
             self.first_task_id = task_id
         self.is_task_open = True
-        self._loaded = False
 
-        # A loop that calls only end_task freezes statistics there.
-        is_frozen_by_end = self.what == "statistics" and self.has_ended and not in_first_task
-        self.detach(model)
-        if self.is_frozen or is_frozen_by_end:
+        self._frozen.release(model)
+        if self.is_frozen:
             self._freeze(model)
 
     def end_task(self, model: nn.Module, task: Any) -> None:
@@ -100,30 +91,28 @@ class Freeze(Method):
                 "begins, so this loop would freeze nothing. Call begin_task before each task's optimizer is created."
             )
         self.has_begun = True
-        self.has_ended = True
         self.is_task_open = False
         if self.what == "statistics":
             self._freeze(model)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the state of a Freeze with the same settings; the next ``begin_task`` applies it to the model."""
-        super().load_state_dict(state)
-        self._loaded = True
-
     def after_step(self, model: nn.Module) -> None:
-        """Restore buffers: a compiled model may ignore hooks that were registered after its compilation."""
-        for buffer, value in self._saved_buffers:
-            buffer.copy_(value)
+        """Restore buffers."""
+        self._frozen.restore(model)
 
     def detach(self, model: nn.Module) -> None:
         """Make everything trainable again."""
-        for unfreeze in self._unfreeze_calls:
-            unfreeze()
-        self._unfreeze_calls = []
-        self._saved_buffers = []
+        self._frozen.detach(model)
 
-        # Also from a copied model: its hooks were copied with it.
-        remove_entry_hooks(model, HELD_BY_FREEZE)
+    def conflict_with(self, other: Method) -> str:
+        """Refuse another Freeze, and methods that reinitialize the model, which would be frozen untrained."""
+        if isinstance(other, Freeze):
+            return 'each would undo the other. Use one: Freeze() also freezes what Freeze("statistics") does.'
+        if other.reinitializes:
+            return (
+                f"{type(other).__name__} trains a new network in each task, and Freeze would freeze it untrained. "
+                f"Leave Freeze out: {type(other).__name__} freezes the networks of earlier tasks itself."
+            )
+        return ""
 
     def _check_tied_weights(self, model: nn.Module) -> None:
         """Raise before training if the output layer shares a parameter with a layer that will be frozen."""
@@ -147,29 +136,11 @@ class Freeze(Method):
                     )
 
     def _freeze(self, model: nn.Module) -> None:
-        self.detach(model)
-        if self.what == "statistics":
-            self._freeze_statistics(model)
-        else:
-            self._freeze_features(unwrap(model))
-
-    def _freeze_statistics(self, model: nn.Module) -> None:
-        for layer in tracking_layers(model).values():
-            layer.register_forward_pre_hook(HELD_BY_FREEZE)
-            self._saved_buffers += [(buffer, buffer.clone()) for buffer in layer.buffers(recurse=False)]
-        seen_by_compiler(model)
-
-    def _freeze_features(self, model: nn.Module) -> None:
-        """Freeze all parameters and buffers outside the output layer."""
-        _, output = output_layer(model, self.output)
-        output_parameters = {id(p) for p in output.parameters()}
-        for p in model.parameters():
-            if id(p) not in output_parameters and p.requires_grad:
-                p.requires_grad_(False)
-                p.grad = None  # an optimizer would still apply an old gradient
-                self._unfreeze_calls.append(partial(p.requires_grad_, True))
-
-        for layer in tracking_layers(model).values():
-            layer.register_forward_pre_hook(HELD_BY_FREEZE)
-        output_buffers = {id(b) for b in output.buffers()}
-        self._saved_buffers = [(b, b.clone()) for b in model.buffers() if id(b) not in output_buffers]
+        self._frozen.release(model)
+        if self.what == "features":
+            self._frozen.freeze_features(model, self.output)
+            return
+        names = []
+        for prefix, layer in tracking_layers(model).items():
+            names += [name for name, _ in layer.named_buffers(prefix, recurse=False)]
+        self._frozen.lock_buffers(model, names)

@@ -78,7 +78,7 @@ class AddedUnits:
         self.view = View()  # only this is copied and saved together with the model's hooks
         self.head = output_layer(self.model, output)[0]
         self.owner = owner
-        remove_hooks(self.model, owner)
+        remove_hooks(self.model, owner, AddedUnits)
         self.links = widened_links
         self.links_by_consumer = {link.consumer: link for link in self.links}
         self.links_by_producer = {link.producer: link for link in self.links}

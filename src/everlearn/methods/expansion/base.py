@@ -18,10 +18,9 @@ from everlearn.methods.expansion.loop_guard import LoopGuard, has_validation_dat
 from everlearn.methods.expansion.merge_units import merge_units
 from everlearn.methods.isolation.base import Isolation, copy_task_params, select_task_params
 from everlearn.runtime import distributed
-from everlearn.surgery.freezing import FrozenEntries, seen_by_compiler
 from everlearn.surgery.functional import call_with, filled_copy
 from everlearn.surgery.heads import output_layer
-from everlearn.surgery.hooks import remove_hooks, temporarily_unhooked, without_hooks
+from everlearn.surgery.hooks import recompile, remove_hooks, temporarily_unhooked, without_hooks
 from everlearn.surgery.proximal import group_norms, group_soft_threshold_
 from everlearn.surgery.resize import unit_columns
 from everlearn.surgery.tracing import Link, Structure, find_structure, links, read_example
@@ -131,18 +130,12 @@ class Expansion(Isolation):
             with without_hooks(unwrap(model)):
                 plain_model = filled_copy(model, self.task_params[k])
             merge_units(added_units, plain_model, self._task_view(k))
-        FrozenEntries().release(plain_model)
         return plain_model
 
     def detach(self, model: nn.Module) -> None:
         """Remove the added units and unlock all entries: the model of the first task, with the last output layer."""
-        inner = unwrap(model)
-        if self._added_units is not None and self._added_units.is_attached_to(inner):
-            self._locks.release(model)
-        else:
-            # A copy of the trained model has hooks only; the locks belong to the original.
-            FrozenEntries().release(model)
-        remove_hooks(inner, type(self).__name__)
+        self._locks.detach(model)
+        remove_hooks(unwrap(model), type(self).__name__)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state; the next ``begin_task`` or ``predict`` attaches its units to the model."""
@@ -205,7 +198,7 @@ class Expansion(Isolation):
             widened_links = [Link(**fields) for fields in self.link_fields]
             name = type(self).__name__
             self._added_units = AddedUnits(model, name, widened_links, self.output, self.old_units_read_added)
-            seen_by_compiler(model)
+            recompile(model)
         self._added_units.view = self._added_units.move_view(self._task_view())
         return self._added_units
 
@@ -284,9 +277,8 @@ class Expansion(Isolation):
             return
 
         # Entries are locked, not frozen: without gradients, torch's transformers use kernels that round differently.
-        for name, mask in self.protected_entries(model, len(self.tasks)).items():
-            self._locks.lock(model, name, mask)
-        self._locks.lock_buffers(model, {name for name, _ in unwrap(model).named_buffers()})
+        self._locks.lock(model, self.protected_entries(model, len(self.tasks)))
+        self._locks.lock_buffers(model)
 
     def _start_guard(self, task: Task, planned_steps: int | None) -> None:
         """Start checking the training loop of a task."""
@@ -321,7 +313,7 @@ class Expansion(Isolation):
 
     def _check_model(self, model: nn.Module) -> None:
         """Raise if a locked entry has moved, or if a parameter is not finite."""
-        self._locks.check(model, type(self).__name__)
+        self._locks.check(model)
         parameters = [*unwrap(model).parameters(), *self.parameters()]
         check_finite({str(i): p for i, p in enumerate(parameters)})
 

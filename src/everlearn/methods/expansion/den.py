@@ -128,8 +128,7 @@ class DEN(PartialTraining):
 
         self._start_guard(as_task(task), planned_steps)
         self._phase_ends = {} if planned_steps is None else self._plan_phases(planned_steps)
-        self._store_locked_values(model)
-        self._lock_statistics(model)
+        self._restart_locks(model)
         self._attach_units(model)
 
     def _plan_phases(self, planned_steps: int) -> dict[str, int]:
@@ -227,7 +226,7 @@ class DEN(PartialTraining):
             head = self.current_head.get("weight")
             duplicator = UnitDuplicator(added_units, self.blocks, self.current_block, self.active_units, head)
             duplicator.split(self._shared_weights(model), self.anchor, self.drift, self.splits)
-        self._store_locked_values(model)
+        self._apply_locks(model)
         self._attach_units(model)
         return self.phase
 

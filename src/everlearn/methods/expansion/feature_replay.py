@@ -17,10 +17,9 @@ from everlearn.methods.expansion.balanced_finetuning import transform_by_task
 from everlearn.methods.expansion.feature_bank import OWNER, FeatureBank
 from everlearn.methods.replay.base import Replay, Rows
 from everlearn.runtime.randomness import seeded
-from everlearn.surgery.freezing import is_compiled
 from everlearn.surgery.functional import filled_copy
 from everlearn.surgery.heads import output_layer
-from everlearn.surgery.hooks import move_like, remove_hooks, without_hooks
+from everlearn.surgery.hooks import is_compiled, move_like, remove_hooks, without_hooks
 
 CHUNK_SIZE = 256  # examples per forward pass at the end of a task
 

@@ -30,7 +30,6 @@ class PartialTraining(Expansion):
         self.anchor: Params = {}  # W*, the weights before the task
         self.lock_masks: Params = {}  # True at locked entries of W
         self.removed_units: dict[str, Tensor] = {}  # units of the current block without incoming weights
-        self._locked_values: Params = {}
 
     def parameters(self) -> list[nn.Parameter]:
         """List the parameters of all added units, also inactive ones, and the head's weights for them."""
@@ -45,30 +44,21 @@ class PartialTraining(Expansion):
     def before_step(self, model: nn.Module) -> None:
         """Clear the gradients of locked entries."""
         super().before_step(model)
-        if not self.lock_masks:
-            return
-        for name, w in self._shared_weights(model).items():
-            if name not in self.lock_masks or w.grad is None:
-                continue
-
-            # Every torch optimizer skips a parameter whose grad is None.
-            if self.lock_masks[name].all():
-                w.grad = None
-            else:
-                w.grad.masked_fill_(self.lock_masks[name], 0)
+        if self.lock_masks:
+            self._locks.mask_gradients(self._shared_weights(model))
 
     @torch.no_grad()
     def after_step(self, model: nn.Module) -> None:
-        """Restore the values of locked entries."""
+        """Restore the values of locked entries and buffers."""
         super().after_step(model)
-        self._locks.restore(model)
+        self._locks.restore_buffers(model)
+        if self.lock_masks:
+            self._locks.restore(self._shared_weights(model))
 
-        # A zero gradient is not enough: momentum and weight decay move a weight without a gradient.
-        if not self.lock_masks:
-            return
-        for name, w in self._shared_weights(model).items():
-            if name in self.lock_masks:
-                torch.where(self.lock_masks[name], self._locked_values[name], w, out=w)
+    def restore_locked(self, model: nn.Module) -> None:
+        """Restore the locked entries. Call it after copying averaged weights into the model, before ``end_task``."""
+        self._locks.restore(self._shared_weights(model), everything=True)
+        self._locks.restore_buffers(model)
 
     def _reset_task(self) -> None:
         super()._reset_task()
@@ -79,7 +69,7 @@ class PartialTraining(Expansion):
         self.anchor = {}
         self.lock_masks = {}
         self.removed_units = {}
-        self._locked_values = {}
+        self._locks.unlock()
 
     def _shared_weights(self, model: nn.Module) -> Params:
         """Return W by name."""
@@ -115,16 +105,18 @@ class PartialTraining(Expansion):
         selected = reachable_units(wide_model, added_units.links, start_units)
         self.lock_masks = mask_outside(added_units, self.blocks, self._shared_weights(model), selected)
 
-    def _store_locked_values(self, model: nn.Module) -> None:
-        """Copy the weights with locked entries, to restore them after each step."""
+    def _apply_locks(self, model: nn.Module) -> None:
+        """Lock the masked entries of W at their current values."""
         shared = self._shared_weights(model)
-        self._locked_values = {n: w.detach().clone() for n, w in shared.items() if n in self.lock_masks}
+        # Weights that another method has frozen since are not among the shared ones.
+        self._locks.lock(shared, {name: mask for name, mask in self.lock_masks.items() if name in shared})
 
-    def _lock_statistics(self, model: nn.Module) -> None:
-        """Lock the buffers of the model, such as running statistics, from the second task on."""
+    def _restart_locks(self, model: nn.Module) -> None:
+        """Lock the masked entries of W and, from the second task on, buffers such as running statistics."""
         self._locks.release(model)
         if len(self.tasks) > 1:
-            self._locks.lock_buffers(model, {name for name, _ in unwrap(model).named_buffers()})
+            self._locks.lock_buffers(model)
+        self._apply_locks(model)
 
     def _remove_zero_units(self, added_units: AddedUnits) -> None:
         """Remove the new units whose incoming weights the group lasso has made zero."""

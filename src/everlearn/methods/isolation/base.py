@@ -48,7 +48,7 @@ class Isolation(Method):
         self.checksums: list[dict[str, Checksum]] = []  # of the protected entries, at the end of each task
         self.is_open: bool = False  # whether the last task is still being trained
         self.has_classes: bool = True  # whether the outputs are logits of classes, which express confidence
-        self._locks = FrozenEntries()
+        self._locks = FrozenEntries(type(self).__name__)
         self._loaded = False
         self._active_task: int | None = None  # index of the task that hooks on the model compute
 

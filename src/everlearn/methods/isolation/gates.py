@@ -17,7 +17,7 @@ from everlearn.core.parameters import Params, unwrap
 from everlearn.core.task import Task
 from everlearn.methods.isolation.base import Isolation, shorten_names
 from everlearn.runtime import distributed
-from everlearn.surgery.freezing import is_compiled, remove_entry_hooks, seen_by_compiler
+from everlearn.surgery.hooks import Hook, is_compiled, make_hook, recompile, remove_hooks
 from everlearn.surgery.tracing import (
     NOT_CALLED,
     Link,
@@ -97,8 +97,8 @@ class GatedUnits(Isolation):
 
     def detach(self, model: nn.Module) -> None:
         """Remove the gates and unlock everything; the model then uses the units of all tasks."""
-        remove_gates(model)
-        self._locks.release(model)
+        self._locks.detach(model)
+        remove_hooks(unwrap(model), type(self).__name__)
 
     # Batches of an epoch.
 
@@ -143,32 +143,35 @@ class GatedUnits(Isolation):
     def _attach_gates(self, model: nn.Module, task: Any = None) -> None:
         """Register each gate before the layer that reads its units."""
         inner = unwrap(model)
+        owner = type(self).__name__
         if not self._links:
-            remove_entry_hooks(inner, Gate)
+            remove_hooks(inner, owner, Gate)
             self._use_links(inner, self._find_links(inner, task))
 
-        has_test = any(isinstance(hook, LinkTest) for hook in inner._forward_pre_hooks.values())
-        if self._links_untested and not has_test:
-            inner.register_forward_pre_hook(LinkTest(self, is_compiled(model)), with_kwargs=True)
+        if self._links_untested:
+            remove_hooks(inner, owner, LinkTest)
+            test = make_hook(owner, LinkTest(self, is_compiled(model)))
+            inner.register_forward_pre_hook(test, with_kwargs=True)
 
         consumers = [inner.get_submodule(link.consumer) for link in self._links]
         if all(self._has_gate(consumer) for consumer in consumers):
             return
 
         # A copied model has the gates of the method that it was copied from.
-        remove_entry_hooks(inner, Gate)
+        remove_hooks(inner, owner, Gate)
         for link, consumer in zip(self._links, consumers, strict=True):
-            consumer.register_forward_pre_hook(Gate(self, link))
+            consumer.register_forward_pre_hook(make_hook(owner, Gate(self, link)))
 
         # A layer in a branch that no traced example takes would read units without their gates.
-        remove_entry_hooks(inner, UntracedLayer)
+        remove_hooks(inner, owner, UntracedLayer)
         for name, reason in self.unlinked:
             if reason == NOT_CALLED:
-                inner.get_submodule(name).register_forward_pre_hook(UntracedLayer(name))
-        seen_by_compiler(model)
+                inner.get_submodule(name).register_forward_pre_hook(make_hook(owner, UntracedLayer(name)))
+        recompile(model)
 
     def _has_gate(self, layer: nn.Module) -> bool:
-        return any(isinstance(hook, Gate) and hook.method is self for hook in layer._forward_pre_hooks.values())
+        gates = [hook.func for hook in layer._forward_pre_hooks.values() if isinstance(hook, Hook)]
+        return any(isinstance(gate, Gate) and gate.method is self for gate in gates)
 
     def _find_links(self, inner: nn.Module, task: Any) -> list[Link]:
         """Find links by running the model on examples, or test those that the user named."""
@@ -208,7 +211,8 @@ class GatedUnits(Isolation):
     def test_links(self, inner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Test the links on the inputs of a forward pass, and remove the gates of units that are mixed."""
         self._links_untested = False
-        remove_gates(inner)
+        for kind in (Gate, UntracedLayer, LinkTest):
+            remove_hooks(inner, type(self).__name__, kind)
         outcome = _test_links(inner, self._links, args, kwargs)
         if isinstance(outcome, Exception):
             warnings.warn(
@@ -327,13 +331,6 @@ class LinkTest:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LinkTest:
         return self
-
-
-def remove_gates(model: nn.Module) -> None:
-    """Remove the gates, the test of links and the guards of untraced layers from a model."""
-    remove_entry_hooks(model, Gate)
-    remove_entry_hooks(model, UntracedLayer)
-    remove_entry_hooks(model, LinkTest)
 
 
 def cumulative_gates(masks: list[Params]) -> Params:

@@ -15,10 +15,10 @@ from everlearn.core.parameters import Params, accumulate_dtype, all_parameters, 
 from everlearn.core.task import as_task
 from everlearn.core.traits import Traits
 from everlearn.methods.isolation.base import copy_task_params, select_task_params
-from everlearn.methods.isolation.gates import GatedUnits, cumulative_gates, remove_gates
+from everlearn.methods.isolation.gates import GatedUnits, cumulative_gates
 from everlearn.runtime.randomness import generator
-from everlearn.surgery.freezing import FrozenEntries
 from everlearn.surgery.functional import call_with, filled_copy
+from everlearn.surgery.hooks import remove_hooks
 from everlearn.surgery.resize import cut
 from everlearn.surgery.tracing import repeat_per_input
 
@@ -172,7 +172,7 @@ class HAT(GatedUnits):
 
     def end_task(self, model: nn.Module, task: Any) -> None:
         """Round the gates, and store the parameters that the task has for itself."""
-        self._locks.check(model, "HAT")
+        self._locks.check(model)
         check_finite({**dict(unwrap(model).named_parameters()), **self.embedding})
         gates = {name: self._final_gate(e.detach()) for name, e in self.embedding.items()}
         self.masks = [*self.masks[: len(self.tasks) - 1], gates]
@@ -189,8 +189,7 @@ class HAT(GatedUnits):
         k = self.find_task_index(task)
         self._attach_gates(model)
         module = filled_copy(model, self.task_params[k])
-        remove_gates(module)
-        FrozenEntries().release(module)
+        remove_hooks(module)
         for link in self._links:
             cut(module, link, self.masks[k][link.producer])
         return module
@@ -213,10 +212,12 @@ class HAT(GatedUnits):
         u = cumulative_gates(earlier_masks)
         self._free = torch.cat([1 - used for used in u.values()])
         self._num_free = float(self._free.sum())
+        masks = {}
         for name, usage in self._compute_usage(model, u):
-            self._locks.lock(model, name, usage >= 1)
+            masks[name] = usage >= 1
             if self.soft:
                 self._gradient_factors[name] = 1 - usage
+        self._locks.lock(model, masks)
         shared_buffers = {n for n, _ in unwrap(model).named_buffers()} - set(self._select_task_params(model))
         self._locks.lock_buffers(model, shared_buffers)
 

@@ -13,8 +13,8 @@ from everlearn.core.parameters import Params, all_parameters, check_finite, unwr
 from everlearn.core.traits import Traits
 from everlearn.methods.isolation.base import copy_task_params, select_task_params
 from everlearn.methods.isolation.pruning import WeightOwners, find_normalized_weights, largest_of_zero_slices
-from everlearn.surgery.freezing import FrozenEntries
 from everlearn.surgery.functional import call_with, filled_copy
+from everlearn.surgery.hooks import remove_hooks
 
 Share = Annotated[float, Range(0, 0.999)]
 
@@ -102,7 +102,7 @@ class PackNet(WeightOwners):
         """Prune, unless that is done, and store the parameters that the task has for itself."""
         if self.is_open and not self.pruned:
             self.prune_now(model)
-        self._locks.check(model, "PackNet")
+        self._locks.check(model)
         check_finite(dict(unwrap(model).named_parameters()))
         self.close_task(model, copy_task_params(model, self._select_task_params(model)))
 
@@ -113,7 +113,7 @@ class PackNet(WeightOwners):
             raise ValueError("There is nothing to prune: no task is being learned.")
         if self.pruned:
             raise ValueError("There is nothing to prune: it is done.")
-        self._locks.check(model, "PackNet")
+        self._locks.check(model)
 
         k = len(self.tasks)
         share = self.first if k == 1 else self.prune
@@ -144,12 +144,12 @@ class PackNet(WeightOwners):
     def export(self, model: nn.Module, task: int) -> nn.Module:
         """Copy the sub-network of the task with this id into a plain module, with zeros for weights of later tasks."""
         module = filled_copy(model, self._subnetwork(model, self.find_task_index(task)))
-        FrozenEntries().release(module)
+        remove_hooks(module)
         return module
 
     def detach(self, model: nn.Module) -> None:
         """Unlock everything; the model stays the sub-network of the last task."""
-        self._locks.release(model)
+        self._locks.detach(model)
 
     def _subnetwork(self, model: nn.Module, k: int) -> Params:
         """Return the parameters and buffers of task k, counted from 0; owners count from 1."""
@@ -167,13 +167,11 @@ class PackNet(WeightOwners):
         """Lock the weights that the current task does not own, and after the first task the rest."""
         self._locks.release(model)
         k = len(self.tasks)
-        for name in self._owned_weights(model):
-            self._locks.lock(model, name, self.owner[name] != k)
-        if k == 1:
-            return
-
-        task_params = self._select_task_params(model)
-        for name, p in all_parameters(model).items():
-            if name not in self.owner and name not in task_params:
-                self._locks.lock(model, name, torch.ones_like(p, dtype=torch.bool))
-        self._locks.lock_buffers(model, {n for n, _ in unwrap(model).named_buffers()} - set(task_params))
+        masks = {name: self.owner[name] != k for name in self._owned_weights(model)}
+        if k > 1:
+            task_params = self._select_task_params(model)
+            for name, p in all_parameters(model).items():
+                if name not in self.owner and name not in task_params:
+                    masks[name] = torch.ones_like(p, dtype=torch.bool)
+            self._locks.lock_buffers(model, {n for n, _ in unwrap(model).named_buffers()} - set(task_params))
+        self._locks.lock(model, masks)

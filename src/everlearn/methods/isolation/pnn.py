@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,15 @@ from everlearn.methods.isolation.lateral_columns import (
     record_layers,
 )
 from everlearn.runtime.randomness import derive, seeded
-from everlearn.surgery.freezing import is_compiled, seen_by_compiler
 from everlearn.surgery.functional import clone_tensors, filled_copy, named_tensors
-from everlearn.surgery.hooks import move_like, remove_hooks, temporarily_unhooked, without_hooks
+from everlearn.surgery.hooks import (
+    is_compiled,
+    move_like,
+    recompile,
+    remove_hooks,
+    temporarily_unhooked,
+    without_hooks,
+)
 
 
 @dataclass(eq=False)
@@ -61,6 +67,8 @@ class PNN(Isolation):
         zero_forgetting=True,
         grows=True,
     )
+
+    reinitializes: ClassVar[bool] = True
 
     laterals: Literal["adapter", "linear", "none"] = "adapter"
     factory: Callable[[], nn.Module] | None = None
@@ -210,7 +218,7 @@ class PNN(Isolation):
         inner = unwrap(model)
         laterals = self._load_current_laterals(model)
         remove_hooks(inner, OWNER)
-        seen_by_compiler(model)
+        recompile(model)
         if k == 0:
             record_layers(inner, self.layers)
         elif laterals is not None:

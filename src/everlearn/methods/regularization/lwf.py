@@ -13,7 +13,6 @@ from everlearn.core.forward import read_outputs
 from everlearn.core.hyperparameters import NonNegative, Range, Search
 from everlearn.core.likelihood import Categorical, Likelihood
 from everlearn.core.method import Method
-from everlearn.core.parameters import unwrap
 from everlearn.core.traits import Traits
 from everlearn.methods.regularization.teacher import (
     DistillationGroup,
@@ -23,10 +22,12 @@ from everlearn.methods.regularization.teacher import (
     check_student_outputs,
     distillation_groups,
     divergence_terms,
+    find_teacher_conflict,
     snapshot_teacher,
     teacher_outputs,
 )
-from everlearn.methods.regularization.warmup import Warmup
+from everlearn.methods.regularization.warmup import lock_all_but_new_outputs
+from everlearn.surgery.freezing import FrozenEntries
 
 
 @dataclass(eq=False)
@@ -74,33 +75,35 @@ class LwF(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.latest: Teacher = {}  # the model at the end of the last task
+        self.next_teacher: Teacher = {}  # the model at the end of the last task
         self.teacher: Teacher = {}  # the teacher of the current task
-        self.learned: list[int] = []
-        self.current: int | None = None
-        self.begun: bool = False
-        self.warmed = 0  # warm-up steps done in this task
+        self.task_ids: list[int] = []  # of the ended tasks
+        self.current_task: int | None = None
+        self.is_task_open: bool = False
+        self.warmup_steps = 0  # done in this task
         self._groups: list[DistillationGroup] | None = None
         self._likelihood: Likelihood = Categorical()
-        self._warmup = Warmup()
+        self._frozen = FrozenEntries("LwF")
+        self._is_warming_up = False
 
     def begin_task(self, model: nn.Module, task: Any) -> None:
         """Make the model of the last task the teacher; chunks of one task share theirs."""
         task_id = getattr(task, "id", None)
-        is_resumed = self.begun and task_id == self.current
-        self.current = task_id
-        self.begun = True
+        is_resumed = self.is_task_open and task_id == self.current_task
+        self.current_task = task_id
+        self.is_task_open = True
         self._groups = None
 
-        is_new = bool(self.latest) and (task_id is None or task_id != self.latest["ids"][-1])
+        is_new = bool(self.next_teacher) and (task_id is None or task_id != self.next_teacher["ids"][-1])
         if is_new and not is_resumed:
-            self.teacher = self.latest
-            self.warmed = 0
+            self.teacher = self.next_teacher
+            self.warmup_steps = 0
 
         # A resumed task continues its warm-up for the remaining steps.
-        self._warmup = Warmup()
-        if self.warmup > self.warmed and self.teacher:
-            self._warmup.begin(unwrap(model), task, self.teacher, self.warmup - self.warmed, self.output)
+        self._frozen.release(model)
+        self._is_warming_up = False
+        if self.warmup_steps < self.warmup and self.teacher:
+            self._is_warming_up = lock_all_but_new_outputs(self._frozen, model, task, self.teacher, self.output)
 
     def penalty(self, model: nn.Module, batch: Batch | None = None, outputs: Tensor | None = None) -> Tensor | float:
         """Return λ_o Σₖ KL(teacher ‖ model).
@@ -110,11 +113,11 @@ class LwF(Method):
             batch: the new examples, or a tensor of their inputs.
             outputs: outputs of the model for them, if computed already; also a Hugging Face output with ``.logits``.
         """
-        # A custom loop need not call begin_task: then the latest model is the teacher.
-        teacher = self.teacher if self.begun else self.latest
+        # A custom loop need not call begin_task: then the last task's model is the teacher.
+        teacher = self.teacher if self.is_task_open else self.next_teacher
         if not teacher or not self.strength:
             return 0.0
-        if self.warmup and not self.begun:
+        if self.warmup and not self.is_task_open:
             raise ValueError("LwF.warmup needs the start of each task: call begin_task(model, task) before its steps.")
         if batch is None:
             raise ValueError(
@@ -133,7 +136,7 @@ class LwF(Method):
         check_student_outputs(batch.likelihood, t, z)
         if self._groups is None:
             student = (z, batch.allowed) if self.refuse_new else None
-            self._groups = distillation_groups(teacher, self.current, t, student)
+            self._groups = distillation_groups(teacher, self.current_task, t, student)
             check_distillable(batch.likelihood, t, self._groups)
         return self._note_loss(self.strength * self._distillation_loss(batch, t, z, self._groups))
 
@@ -153,26 +156,36 @@ class LwF(Method):
 
     def describe(self, model: nn.Module, batch: Batch | None = None) -> dict[str, str]:
         """Return what the teacher costs."""
-        if not self.latest:
+        if not self.next_teacher:
             return {"teacher": "none yet: the model at the end of this task will be the next one's teacher"}
-        return {"teacher": f"of {len(self.latest['ids'])} tasks; one more forward pass per step, without gradients"}
+        return {"teacher": f"of {len(self.task_ids)} tasks; one more forward pass per step, without gradients"}
 
     def before_step(self, model: nn.Module) -> None:
         """Keep only the gradients of new outputs during the warm-up."""
-        self._warmup.before_step()
+        if self._is_warming_up:
+            self._frozen.mask_gradients(model)
 
     def after_step(self, model: nn.Module) -> None:
         """Restore all but the new outputs during the warm-up: momentum moves weights without a gradient, too."""
-        self.warmed += self._warmup.steps_left > 0
-        self._warmup.after_step()
+        if not self._is_warming_up:
+            return
+        self._frozen.restore(model)
+        self.warmup_steps += 1
+        if self.warmup_steps == self.warmup:
+            self._frozen.release(model)
+            self._is_warming_up = False
 
     def end_task(self, model: nn.Module, task: Any) -> None:
         """Store the model as the next teacher."""
         self._likelihood = getattr(task, "likelihood", self._likelihood)
-        self.learned = append_task(self.learned, task)
-        self.latest = snapshot_teacher(model, task, self.learned)
+        self.task_ids = append_task(self.task_ids, task)
+        self.next_teacher = snapshot_teacher(model, task, self.task_ids)
         self._groups = None
-        self.begun = False
+        self.is_task_open = False
+
+    def conflict_with(self, other: Method) -> str:
+        """Refuse methods that predict with more than the model's weights, which the teacher lacks."""
+        return find_teacher_conflict(other)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the state of an LwF with the same settings."""

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from everlearn.core.forward import forward
 from everlearn.core.likelihood import Bernoulli, Categorical, Likelihood
-from everlearn.core.parameters import Params, check_finite, evaluating, refuse_sharded, unwrap
+from everlearn.core.method import Method
+from everlearn.core.parameters import check_finite, evaluating, refuse_sharded, unwrap
 from everlearn.curvature.divergence import output_kl
 
 # Keys: "state" (tensors by name), "frozen" (names), "ids" (tasks learned) and "rows" (their allowed outputs, or None).
@@ -51,6 +52,16 @@ def snapshot_teacher(model: nn.Module, task: Any, learned: list[int]) -> Teacher
     return {"state": state, "frozen": frozen, "ids": list(learned), "rows": rows}
 
 
+def find_teacher_conflict(other: Method) -> str:
+    """Why a teacher cannot be used together with another method; empty if it can."""
+    if other.deployable:
+        return ""
+    return (
+        "the teacher is a copy of the model's weights, and "
+        f"{type(other).__name__} predicts with more than these, such as gates, added units or a sub-network per task."
+    )
+
+
 def append_task(learned: list[int], task: Any) -> list[int]:
     """Return the ids of the tasks learned, this one last; a task without an id gets a negative one."""
     task_id = getattr(task, "id", None)
@@ -69,18 +80,21 @@ def teacher_outputs(model: nn.Module, teacher: Teacher, x: Any) -> Tensor:
 
 def check_same_parameters(model: nn.Module, teacher: Teacher) -> None:
     """Raise if the model has parameters that the teacher does not know."""
-    known: Params = teacher["state"]
-    unknown = [(n, p) for n, p in unwrap(model).named_parameters() if n not in known]
-
-    thawed = [n for n, p in unknown if n in teacher["frozen"] and p.requires_grad]
+    parameters = dict(unwrap(model).named_parameters())
+    thawed = [name for name in teacher["frozen"] if name in parameters and parameters[name].requires_grad]
     if thawed:
         raise ValueError(
             f"{', '.join(thawed[:3])}: frozen when the last task ended and trainable now. The teacher shares frozen "
             "parameters and would change too. Make them trainable before end_task(model, task), which copies all "
             "trainable parameters."
         )
+    refuse_added_layers(model, teacher)
 
-    added = [n for n, _ in unknown if n not in teacher["frozen"]]
+
+def refuse_added_layers(model: nn.Module, teacher: Teacher) -> None:
+    """Raise if the model has parameters that did not exist when the teacher was stored."""
+    known_names = {*teacher["state"], *teacher["frozen"]}
+    added = [name for name, _ in unwrap(model).named_parameters() if name not in known_names]
     if added:
         raise ValueError(
             f"{', '.join(added[:3])} did not exist when the last task ended, so the teacher cannot run this model: "

@@ -7,68 +7,51 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from everlearn.methods.regularization.teacher import Teacher, check_same_parameters
+from everlearn.core.parameters import trainable_parameters
+from everlearn.methods.regularization.teacher import Teacher, refuse_added_layers
+from everlearn.surgery.freezing import FrozenEntries
 from everlearn.surgery.heads import output_layer
 
 
-class Warmup:
-    """Steps in which only new outputs learn; all else stays bit-identical under any optimizer."""
+def lock_all_but_new_outputs(
+    frozen: FrozenEntries, model: nn.Module, task: Any, teacher: Teacher, output: str | None
+) -> bool:
+    """Lock all parameters and buffers except the outputs that are new in a task.
 
-    def __init__(self) -> None:
-        self.steps_left = 0
-        self.frozen: list[nn.Parameter] = []
-        # The parameters of the output layer, with masks of their old rows.
-        self.old_rows: list[tuple[nn.Parameter, Tensor]] = []
-        # What is restored after a step: the tensor, the mask of its rows (None for all), and the value.
-        self.saved_values: list[tuple[Tensor, Tensor | None, Tensor]] = []
+    Args:
+        frozen: locks them; layers with running statistics normalize by those of each batch.
+        model: the model.
+        task: the task that begins.
+        teacher: knows the old outputs.
+        output: name of the output layer; by default the last ``nn.Linear``.
 
-    def begin(self, model: nn.Module, task: Any, teacher: Teacher, steps: int, output: str | None) -> None:
-        """Freeze all but the new outputs for a number of steps; does nothing if there are no new outputs.
+    Returns:
+        Whether there are new outputs; otherwise nothing is locked.
+    """
+    refuse_added_layers(model, teacher)
+    name, layer = output_layer(model, output)
+    is_old = _find_old_outputs(layer, name, task, teacher)
+    if is_old.all():
+        return False
 
-        Args:
-            model: without wrappers.
-            task: the task that begins.
-            teacher: knows the old outputs.
-            steps: length of the warm-up.
-            output: name of the output layer; by default the last ``nn.Linear``.
-        """
-        check_same_parameters(model, teacher)
-        name, layer = output_layer(model, output)
+    layer_ids = {id(p) for p in layer.parameters()}
+    masks = {}
+    for parameter_name, p in trainable_parameters(model).items():
+        rows = torch.ones((), dtype=torch.bool)
+        if id(p) in layer_ids:
+            rows = is_old.view(-1, *[1] * (p.dim() - 1))
+        masks[parameter_name] = rows.to(p.device).expand_as(p)
+    frozen.lock(model, masks)
+    frozen.lock_buffers(model, evaluate=False)
+    return True
 
-        # New outputs are rows by which the layer has grown, and those that only the new task allows.
-        is_old = torch.arange(layer.out_features) < len(teacher["state"][f"{name}.weight"])
-        allowed = getattr(task, "allowed", None)
-        if allowed is not None and teacher["rows"] is not None:
-            is_new = allowed[task.id] & ~teacher["rows"].any(0)
-            is_old[: len(is_new)] &= ~is_new
-        if is_old.all():
-            return
 
-        layer_ids = {id(p) for p in layer.parameters()}
-        self.steps_left = steps
-        self.frozen = [p for p in model.parameters() if p.requires_grad and id(p) not in layer_ids]
-        self.old_rows = [(p, is_old.to(p.device)) for p in layer.parameters() if p.requires_grad]
-        self.saved_values = [(v, None, v.detach().clone()) for v in [*self.frozen, *model.buffers()]]
-        self.saved_values += [(p, rows, p.detach()[rows].clone()) for p, rows in self.old_rows]
-
-    def before_step(self) -> None:
-        """Remove the gradients of frozen parameters and zero those of old rows."""
-        if not self.steps_left:
-            return
-        for p in self.frozen:
-            p.grad = None
-        for p, rows in self.old_rows:
-            if p.grad is not None:
-                p.grad[rows] = 0
-
-    @torch.no_grad()
-    def after_step(self) -> None:
-        """Restore running statistics, and rows that momentum or weight decay have moved."""
-        if not self.steps_left:
-            return
-        for tensor, rows, value in self.saved_values:
-            if rows is None:
-                tensor.copy_(value)
-            else:
-                tensor[rows] = value
-        self.steps_left -= 1
+def _find_old_outputs(layer: nn.Linear, name: str, task: Any, teacher: Teacher) -> Tensor:
+    """Return a mask of the outputs that are not new: by rows added to the layer, and by the task's allowed outputs."""
+    old_weight = teacher["state"].get(f"{name}.weight", layer.weight)  # a frozen layer is not in the teacher's state
+    is_old = torch.arange(layer.out_features) < len(old_weight)
+    allowed = getattr(task, "allowed", None)
+    if allowed is not None and teacher["rows"] is not None:
+        is_new = allowed[task.id] & ~teacher["rows"].any(0)
+        is_old[: len(is_new)] &= ~is_new
+    return is_old

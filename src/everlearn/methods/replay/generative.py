@@ -19,6 +19,7 @@ from everlearn.methods.regularization.teacher import (
     Teacher,
     append_task,
     distillation_groups,
+    find_teacher_conflict,
     snapshot_teacher,
     softened_kl,
     teacher_outputs,
@@ -74,22 +75,22 @@ class GenerativeReplay(Method):
         self.input_shape: list[int] = []
         self.pixels: bool = True  # whether inputs are in [0, 1]
         self.generator_weights: dict[str, Tensor] = {}  # of the current generator, when the state was saved
-        self.latest: Teacher = {}  # model and generator at the end of the last task
+        self.next_teacher: Teacher = {}  # model and generator at the end of the last task
         self.teacher: Teacher = {}  # model and generator that replay in the current task
-        self.learned: list[int] = []
-        self.current: int | None = None
+        self.task_ids: list[int] = []  # of the ended tasks
+        self.current_task: int | None = None
         self.num_draws = 0
         self._generator: VAE | None = None
         self._old_generator: VAE | None = None
 
     def begin_task(self, model: nn.Module, task: Any) -> None:
         """Replay from the model and the generator of the last task's end; chunks of one task share theirs."""
-        self.current = getattr(task, "id", None)
+        self.current_task = getattr(task, "id", None)
         if self._generator is None:
             self._generator = self._build_generator(model, task)
         self._generator.to(next(model.parameters()).device)
-        if self.latest and (self.current is None or self.current != self.latest["ids"][-1]):
-            self.teacher = self.latest
+        if self.next_teacher and (self.current_task is None or self.current_task != self.next_teacher["ids"][-1]):
+            self.teacher = self.next_teacher
             self._old_generator = None
 
     def parameters(self) -> list[nn.Parameter]:
@@ -152,7 +153,7 @@ class GenerativeReplay(Method):
                 f"Generative replay needs one row of outputs per input, got outputs of shape {tuple(outputs.shape)}."
             )
 
-        groups = distillation_groups(self.teacher, self.current, target, (outputs, batch.host.allowed))
+        groups = distillation_groups(self.teacher, self.current_task, target, (outputs, batch.host.allowed))
         total: Tensor = outputs.new_zeros(())
         for old, new, num_tasks, k in groups:
             if self.targets == "hard":
@@ -171,9 +172,13 @@ class GenerativeReplay(Method):
             raise ValueError(
                 "GenerativeReplay has no generator yet: call begin_task(model, task) before the task's first step."
             )
-        self.learned = append_task(self.learned, task)
+        self.task_ids = append_task(self.task_ids, task)
         self._copy_generator_weights()
-        self.latest = {**snapshot_teacher(model, task, self.learned), "generator": self.generator_weights}
+        self.next_teacher = {**snapshot_teacher(model, task, self.task_ids), "generator": self.generator_weights}
+
+    def conflict_with(self, other: Method) -> str:
+        """Refuse methods that predict with more than the model's weights, which the teacher lacks."""
+        return find_teacher_conflict(other)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, with the current weights of the generator."""
@@ -200,7 +205,7 @@ class GenerativeReplay(Method):
     def _task_weight(self) -> float:
         """Return 1/t."""
         ids: list[int] = self.teacher["ids"]
-        return 1 / (1 + sum(k != self.current for k in ids))
+        return 1 / (1 + sum(k != self.current_task for k in ids))
 
     def _draw_noise(self, rows: int, like: Tensor) -> Tensor:
         """Draw standard normal noise from its own sequence, which does not change the model's random numbers."""
