@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -93,15 +92,15 @@ class FrozenHead(Method):
             return self.online
         return super().changes(hook)
 
-    def check_chain(self, others: Sequence[Method]) -> None:
-        """Raise if another method would train the model that this one has frozen."""
-        for other in others:
-            if other.trains or isinstance(other, FrozenHead):
-                name = type(self).__name__
-                raise ValueError(
-                    f"{name} freezes the model and computes its output layer, and {type(other).__name__} would train "
-                    f"them: use {name} alone, or with adapt_first=True to train the model on the first task."
-                )
+    def conflict_with(self, other: Method) -> str:
+        """Refuse methods that would train the model, or compute its output layer too."""
+        if not other.trains and not isinstance(other, FrozenHead):
+            return ""
+        name = type(self).__name__
+        return (
+            f"{name} freezes the model and computes its output layer. Use it alone, or as {name}(adapt_first=True) to "
+            "train the model on the first task."
+        )
 
     # What a subclass defines.
 
@@ -182,7 +181,7 @@ class FrozenHead(Method):
 
     def detach(self, model: nn.Module) -> None:
         """Unfreeze the model; its output layer stays."""
-        self._frozen.release(model)
+        self._frozen.detach(model)
         _, head = feature_head(model, self.output)
         head.requires_grad_(True)
         self._recorder.remove(unwrap(model))
