@@ -239,6 +239,7 @@ class FrozenHead(Method):
     def _freeze(self, model: nn.Module) -> None:
         """Freeze the model, and raise if its features have changed since the first statistics."""
         name, head = feature_head(model, self.output)
+        self._frozen.release(model)
         self._frozen.freeze_features(model, f"{name}.output" if isinstance(head, FeatureHead) else name)
         head.requires_grad_(False)
         checksum = _feature_checksum(unwrap(model), name)
