@@ -10,7 +10,8 @@ from torch import Tensor
 
 from everlearn.core.hyperparameters import NonNegative, Range
 from everlearn.core.traits import Traits
-from everlearn.methods.heads.base import FrozenHead, Statistics
+from everlearn.methods.heads.base import FrozenHead
+from everlearn.methods.heads.statistics import Statistics
 from everlearn.runtime.randomness import generator
 from everlearn.surgery.feature_head import RandomReLU
 
