@@ -19,7 +19,7 @@ from everlearn.streams.mas_sequence import mas_sequence
 from everlearn.streams.mnist import permuted_mnist, permuted_mnist_32, rotated_mnist, split_fashion_mnist, split_mnist
 from everlearn.streams.omniglot import omniglot
 from everlearn.streams.online import online
-from everlearn.streams.pretrained import clinc150_minilm, split_cifar100_mobilenet
+from everlearn.streams.pretrained import cifar100_mobilenet, clinc150_minilm
 
 STREAMS: dict[str, Callable[..., Stream]] = {
     "digits": digits,
@@ -33,7 +33,7 @@ STREAMS: dict[str, Callable[..., Stream]] = {
     "split-fashion-mnist": split_fashion_mnist,
     "split-cifar10": split_cifar10,
     "split-cifar100": split_cifar100,
-    "split-cifar100-mobilenet": split_cifar100_mobilenet,
+    "cifar100-mobilenet": cifar100_mobilenet,
     "digits-domains": digits_domains,
     "five-datasets": five_datasets,
     "omniglot": omniglot,
@@ -48,6 +48,7 @@ STREAMS: dict[str, Callable[..., Stream]] = {
 __all__ = [
     "STREAMS",
     "bag",
+    "cifar100_mobilenet",
     "clinc150",
     "clinc150_minilm",
     "core50_nc",
@@ -73,7 +74,6 @@ __all__ = [
     "split",
     "split_cifar10",
     "split_cifar100",
-    "split_cifar100_mobilenet",
     "split_fashion_mnist",
     "split_mnist",
 ]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -76,7 +77,7 @@ def encode_sentences(texts: Sequence[str]) -> Tensor:
     return _compute_once(encoder, ids, "clinc150", is_encoder=True)
 
 
-def split_cifar100_mobilenet(
+def cifar100_mobilenet(
     scenario: Scenario = "class", tasks: int = 10, seed: int = 0, valid: float = 0.0, root: str | Path | None = None
 ) -> Stream:
     """Split CIFAR-100 as features of a frozen MobileNetV2 at 128 pixels, 1,280 for each image.
@@ -92,10 +93,11 @@ def split_cifar100_mobilenet(
         root: folder of the data sets; by default EVERLEARN_DATA.
     """
     model = mobilenet_v2((3, 32, 32), 1000, weights="imagenet", size=IMAGE_SIZE)
+    model.to(memory_format=torch.channels_last)  # faster on a CPU
     (x, y), (x_test, y_test) = load("cifar100", root)
     train = _compute_once(model, x, "cifar100")
     test = _compute_once(model, x_test, "cifar100")
-    name = "split-cifar100-mobilenet"
+    name = "cifar100-mobilenet"
     stream = split((train, y), (test, y_test), tasks=tasks, scenario=scenario, seed=seed, valid=valid, name=name)
     stream.settings["features"] = f"MobileNetV2, {IMAGE_SIZE} pixels"
     return stream
