@@ -161,8 +161,11 @@ class _Extraction:
 
     def convert(self, task: Task) -> Task:
         """Replace the data of a task by features."""
-        sources = {split: self._read_or_compute(task, split) for split in SPLITS if getattr(task, split) is not None}
-        return replace(task, eval_transform=None, workers=0, **sources)
+        converted = replace(task, eval_transform=None, workers=0)
+        for split in SPLITS:
+            if getattr(task, split) is not None:
+                setattr(converted, split, self._read_or_compute(task, split))
+        return converted
 
     def _read_or_compute(self, task: Task, split: Split) -> Arrays:
         """Read the features of a split, or compute and write them if there are none."""
@@ -308,6 +311,7 @@ def _join(columns: Sequence[Tensor | None]) -> Tensor | None:
 
 def _drop_own_id(task_ids: Tensor | None, task: Task) -> Tensor | None:
     """Leave out task indices that are all the task's own; they are stored if the examples are of several tasks."""
-    if task_ids is None or bool((task_ids == task.id).all()):
-        return None
-    return task_ids
+    if task_ids is None or task.id is None:
+        return task_ids
+    has_own_id_only = bool(task_ids.eq(task.id).all())
+    return None if has_own_id_only else task_ids

@@ -93,7 +93,7 @@ def cifar100_mobilenet(
         root: folder of the data sets; by default EVERLEARN_DATA.
     """
     model = mobilenet_v2((3, 32, 32), 1000, weights="imagenet", size=IMAGE_SIZE)
-    model.to(memory_format=torch.channels_last)  # faster on a CPU
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # faster on a CPU
     (x, y), (x_test, y_test) = load("cifar100", root)
     train = _compute_once(model, x, "cifar100")
     test = _compute_once(model, x_test, "cifar100")
