@@ -1,5 +1,5 @@
 # The checks that CI runs; `make check` before every push.
-.PHONY: check lint types test slow docs benchmarks
+.PHONY: check lint types test slow docs tables benchmarks
 
 check: lint types test slow
 
@@ -19,6 +19,9 @@ slow: # the site, the long examples and whatever else the tests leave out by def
 docs:
 	sphinx-build -W --keep-going -n -q docs build/docs
 	@echo "Open build/docs/index.html"
+
+tables: # of the methods, after one was added or its traits changed
+	python docs/tables.py
 
 benchmarks:
 	python benchmarks/overhead.py

@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from everlearn.core.batch import Batch
     from everlearn.core.chain import Chain
     from everlearn.core.likelihood import Bernoulli, Categorical, Gaussian, Likelihood
-    from everlearn.core.method import Method
     from everlearn.core.stream import Stream
     from everlearn.core.task import Task, allowed_classes
     from everlearn.core.traits import Traits
@@ -29,7 +28,6 @@ __all__ = [  # noqa: PLE0604
     "Gaussian",
     "Likelihood",
     "Memory",
-    "Method",
     "Result",
     "Stream",
     "Task",
@@ -64,7 +62,6 @@ if not TYPE_CHECKING:
         "Gaussian": "everlearn.core.likelihood:Gaussian",
         "Likelihood": "everlearn.core.likelihood:Likelihood",
         "Memory": "everlearn.memory:Memory",
-        "Method": "everlearn.core.method:Method",
         "Result": "everlearn.results:Result",
         "Stream": "everlearn.core.stream:Stream",
         "Task": "everlearn.core.task:Task",

@@ -52,6 +52,14 @@ def test_known_misuse_is_found():
     assert report._repr_html_().count("<tr>") == len(report.rows)
 
 
+def test_the_size_of_the_state_is_unknown_if_it_is_not_measured():
+    class Unmeasured(EWC):
+        """The traits of EWC need not hold for it."""
+
+    assert EWC().check(net()).facts["state"].startswith("about 0.5 KB after 1"), "two copies of 63 numbers"
+    assert (EWC() + Unmeasured()).check(net()).facts["state"] == "not measured"
+
+
 def test_an_optimizer_that_was_created_too_early():
     model = net()
     method = HAT()

@@ -170,6 +170,8 @@ def _format_method(bullet: str, advice: Advice, needs: Needs) -> Iterator[str]:
     yield f"   for       {'; '.join([advice.traits.pro, *settings])}"
     yield f"   against   {advice.traits.con}"
     yield f"   costs     {_format_cost(advice.traits, needs)}"
+    for constraint in advice.unchecked:
+        yield f"   unknown   {constraint}"
     if not advice.measured:
         yield "   measured  not in a table"
         return
@@ -182,15 +184,20 @@ def _format_method(bullet: str, advice: Advice, needs: Needs) -> Iterator[str]:
 def _format_cost(traits: Traits, needs: Needs) -> str:
     """Time and memory of a method."""
     num_tasks = needs.tasks or DEFAULT_TASKS
-    step = f"a step takes about {traits.step_of(num_tasks):.1f} baseline steps"
-    if traits.step_growth:
-        step += f" in the last of {num_tasks} tasks"
+    step_time = traits.step_of(num_tasks)
+    step = "the time of a step is not measured"
+    if step_time is not None:
+        step = f"a step takes about {step_time:.1f} baseline steps"
+        if traits.step_growth:
+            step += f" in the last of {num_tasks} tasks"
 
     stored = []
     num_copies = traits.copies_after(num_tasks)
-    if num_copies:
+    if num_copies is None:
+        stored.append("state whose size is not measured")
+    elif num_copies:
         copies = f"about {num_copies:.2g} {'copy' if num_copies == 1 else 'copies'} of the model"
-        if len(traits.copies) > 1:
+        if traits.copies and len(traits.copies) > 1:
             copies += f" after {num_tasks} tasks"
         if needs.parameters:
             copies += f", {_format_bytes(BYTES_PER_NUMBER * num_copies * needs.parameters)}"
@@ -247,9 +254,12 @@ def _order_note(advices: Sequence[Advice], needs: Needs) -> str:
     """How methods without recorded results are ordered."""
     if len(advices) < 2:
         return ""
+    order = "the cheapest step first"
+    if any(advice.traits and advice.traits.step is None for advice in advices):
+        order += ", those not measured last"
     if needs.scenario == "task" and any(advice.traits and advice.traits.zero_forgetting for advice in advices):
-        return " (those that forget nothing first, then the cheapest step first)"
-    return " (the cheapest step first)"
+        return f" (those that forget nothing first, then {order})"
+    return f" ({order})"
 
 
 def _format_examples(best: Sequence[Advice], needs: Needs) -> Iterator[str]:

@@ -15,6 +15,7 @@ from everlearn.core.attachment_checks import check_attachable, torch_optimizer
 from everlearn.core.batch import Batch
 from everlearn.core.parameters import evaluating, refuse_meta, unwrap
 from everlearn.core.running_statistics import tracking_layers
+from everlearn.core.traits import traits_of
 
 if TYPE_CHECKING:
     from everlearn.core.method import Method
@@ -125,11 +126,17 @@ def _describe_model(model: nn.Module) -> dict[str, str]:
 
 def _describe_cost(method: Method, model: nn.Module) -> dict[str, str]:
     """Estimate the memory of a method's state, without examples, from its traits."""
-    methods = getattr(method, "methods", [method])
+    methods: list[Method] = getattr(method, "methods", [method])
+    all_traits = [traits_of(type(m)) for m in methods]
     model_bytes = sum(p.numel() * p.element_size() for p in unwrap(model).parameters())
     sizes = []
     for num_tasks in (1, 10):
-        copies = sum(m.traits.copies_after(num_tasks) for m in methods)
+        copies = 0.0
+        for traits in all_traits:
+            method_copies = None if traits is None else traits.copies_after(num_tasks)
+            if method_copies is None:
+                return {"state": "not measured"}
+            copies += method_copies
         sizes.append(f"{format_bytes(copies * model_bytes)} after {num_tasks}")
     return {"state": f"about {', '.join(sizes)} tasks, without examples"}
 

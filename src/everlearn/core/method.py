@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Method:
-    """Fine-tuning: train on each task without protecting earlier ones. Base class of all methods.
+    """Fine-tuning: train on each task without protecting earlier ones; base class of all methods.
 
         L = L_task
 
@@ -54,10 +54,11 @@ class Method:
     """
 
     traits: ClassVar[Traits] = Traits(
-        family="reference",
+        family="baselines",
         pro="costs nothing",
         con="does nothing against forgetting: the lower bound of every comparison",
         step=1.0,
+        copies=(0.0,),
         needs_labels=False,
         without_boundaries={},
         weak=dict.fromkeys(SCENARIOS, "does nothing against forgetting: the lower bound of every comparison"),

@@ -4,11 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+from everlearn.core.hyperparameters import check_field
 from everlearn.core.scenario import Scenario
 
-Family = Literal["reference", "regularization", "replay", "isolation", "growth"]
+# A family is a folder of everlearn.methods. Tables list them in this order, without those that have no method yet.
+Family = Literal[
+    "baselines",
+    "regularization",
+    "replay",
+    "isolation",
+    "expansion",
+    "heads",
+    "projection",
+    "plasticity",
+    "adaptation",
+    "merging",
+]
+FAMILIES: tuple[Family, ...] = get_args(Family)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +32,7 @@ class Traits:
     ``tests/core/test_traits.py`` measures those that can be measured. A method without traits works like any other.
 
     Args:
-        family: family of the method; "reference" for baselines.
+        family: family of the method, which is its folder in ``everlearn.methods``.
         pro: main advantage, in one sentence.
         con: main disadvantage, in one sentence.
         needs_task: whether it needs the task of an example at test time; otherwise it infers the task.
@@ -28,9 +42,10 @@ class Traits:
         needs_labels: whether consolidating a task requires training on its labels; otherwise a trained model and
             inputs are sufficient.
         without_boundaries: fields to set for streams without task boundaries; None if boundaries are required.
-        copies: stored state except examples, in copies of the model: a₀ + a₁N + a₂N² after N tasks.
+        copies: stored state except examples, in copies of the model: a₀ + a₁N + a₂N² after N tasks; None if it is not
+            measured.
         step: time of a training step relative to fine-tuning, in the third task (``python benchmarks/overhead.py
-            methods``).
+            methods``); None if it is not measured.
         step_growth: increase of ``step`` with each further task.
         weak: scenarios in which no published table shows it closing a quarter of the gap between fine-tuning and
             joint training, with the reason.
@@ -42,9 +57,9 @@ class Traits:
     family: Family
     pro: str
     con: str
-    step: float
+    step: float | None = None
     step_growth: float = 0.0
-    copies: tuple[float, ...] = (0.0,)
+    copies: tuple[float, ...] | None = None
     needs_task: bool = False
     zero_forgetting: bool = False
     keeps_examples: bool = False
@@ -53,9 +68,14 @@ class Traits:
     without_boundaries: Mapping[str, Any] | None = None
     weak: Mapping[Scenario, str] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        check_field("Traits.family", self.family, Family)
+
     @property
     def memory(self) -> str:
         """Stored copies of the model as a formula in N, the number of tasks."""
+        if self.copies is None:
+            return "not measured"
         terms = [(a, power) for a, power in zip(self.copies, ("", " N", " N²"), strict=False) if a]
 
         # Negative terms come last, so that the formula does not begin with a minus.
@@ -72,21 +92,23 @@ class Traits:
                 formula += f"{abs(a):g}{power}"
         return formula or "0"
 
-    def copies_after(self, tasks: int) -> float:
-        """Number of copies of the model that are stored after this many tasks."""
+    def copies_after(self, tasks: int) -> float | None:
+        """Number of copies of the model that are stored after this many tasks; None if it is not measured."""
+        if self.copies is None:
+            return None
         # Horner's rule.
         total = 0.0
         for a in reversed(self.copies):
             total = total * tasks + a
         return max(0.0, total)
 
-    def step_of(self, tasks: int) -> float:
+    def step_of(self, tasks: int) -> float | None:
         """Extrapolate the relative time of a training step linearly to the last of this many tasks.
 
-        >>> Traits(family="growth", pro="", con="", step=4.0, step_growth=2.0).step_of(tasks=5)
+        >>> Traits(family="expansion", pro="", con="", step=4.0, step_growth=2.0).step_of(tasks=5)
         8.0
         """
-        if not self.step_growth:
+        if self.step is None or not self.step_growth:
             return self.step
         return max(1.0, self.step + self.step_growth * (tasks - 3))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from math import inf
 from statistics import fmean
 from typing import Annotated, Any, get_type_hints
 
@@ -109,6 +110,7 @@ class Advice:
         method_class: class of the method.
         traits: traits of the method; None if the class has none.
         objections: reasons against the method; empty if it fits.
+        unchecked: constraints that could not be checked, because the cost of the method is not measured.
         settings: fields to set for this project.
         measured: best recorded result of each table.
     """
@@ -117,6 +119,7 @@ class Advice:
     method_class: type[Method]
     traits: Traits | None
     objections: list[str]
+    unchecked: list[str]
     settings: Mapping[str, Any]
     measured: list[Measured]
 
@@ -148,27 +151,31 @@ def advise(
 ) -> list[Advice]:
     """Rank methods: those that fit, best recorded results first, then the others, fewest objections first.
 
+    A cost that is not measured is no objection: the constraints that it leaves open are listed in ``unchecked``.
+
     Args:
         needs: constraints of the project.
         measured: recorded results, as ``everlearn.experiments.recorded.load_recorded`` returns them.
         methods: methods by name.
 
-    >>> [advice.name for advice in advise(Needs(scenario="class", keep_data=False, tasks=5)) if advice.fits]
-    ['generative']
+    >>> {advice.name: advice.objections for advice in advise(Needs(scenario="class", keep_data=False))}["er"]
+    ['stores examples']
     """
     measured = list(measured)
     advices = []
     for name, method_class in methods.items():
         traits = traits_of(method_class)
         best_results = _best_results([result for result in measured if result.method == name], needs.scenario)
+        unchecked: list[str] = []
         settings: Mapping[str, Any] = {}
         if traits is None:
             objections = ["unknown requirements: its class has no traits"]
         else:
             objections = _find_objections(needs, traits)
+            unchecked = _find_unchecked(needs, traits)
             if needs.boundaries is False:
                 settings = traits.without_boundaries or {}
-        advices.append(Advice(name, method_class, traits, objections, settings, best_results))
+        advices.append(Advice(name, method_class, traits, objections, unchecked, settings, best_results))
     return sorted(advices, key=lambda advice: _rank_key(advice, needs))
 
 
@@ -201,35 +208,52 @@ def _find_objections(needs: Needs, traits: Traits) -> list[str]:
         objections.append("needs labels of the data to remember")
     if traits.without_boundaries is None and needs.boundaries is False:
         objections.append("needs task boundaries")
-    if needs.memory_copies is not None and num_copies > needs.memory_copies:
+    if needs.memory_copies is not None and num_copies is not None and num_copies > needs.memory_copies:
         objections.append(
             f"stores about {num_copies:.2g} copies of the model with {num_tasks} tasks, more than "
             f"{needs.memory_copies:.2g}"
         )
     if example_capacity(needs, traits) == 0:
         objections.append("the memory cannot hold a single example")
-    if needs.time is not None and step_time > needs.time:
+    if needs.time is not None and step_time is not None and step_time > needs.time:
         objections.append(f"a step takes about {step_time:.1f} baseline steps, more than {needs.time:g}")
     return objections
 
 
+def _find_unchecked(needs: Needs, traits: Traits) -> list[str]:
+    """List the constraints on costs that are not measured."""
+    unchecked = []
+    if needs.memory is not None and traits.copies is None:
+        unchecked.append(f"whether its state fits into {needs.memory}: its size is not measured")
+    if needs.time is not None and traits.step is None:
+        unchecked.append(f"whether a step takes at most {needs.time:g} baseline steps: its time is not measured")
+    return unchecked
+
+
 def _rank_key(advice: Advice, needs: Needs) -> tuple[float, ...]:
-    """Sort key: fitting, with recorded results, without forgetting, reference methods last, cheapest step first."""
+    """Sort key: fitting, with recorded results, baselines last, without forgetting, cheapest step first.
+
+    Methods whose step is not measured come after those whose step is.
+    """
     traits = advice.traits
     if not advice.fits or traits is None:
         return (1, advice.method_class is Method, len(advice.objections))
     if advice.closed_gap is not None:
         return (0, 0, -advice.closed_gap)
     forgets_nothing = traits.zero_forgetting and needs.scenario == "task"
-    return (0, 1, traits.family == "reference", not forgets_nothing, traits.step)
+    step = inf if traits.step is None else traits.step
+    return (0, 1, traits.family == "baselines", not forgets_nothing, step)
 
 
 def example_capacity(needs: Needs, traits: Traits) -> int | None:
     """Number of examples that fit into the memory beside the method's other state; None if unknown."""
     memory_copies = needs.memory_copies
-    if memory_copies is None or needs.parameters is None or needs.inputs is None or not traits.keeps_examples:
+    state_copies = traits.copies_after(needs.tasks or DEFAULT_TASKS)
+    if memory_copies is None or state_copies is None or needs.parameters is None or needs.inputs is None:
         return None
-    free_copies = memory_copies - traits.copies_after(needs.tasks or DEFAULT_TASKS)
+    if not traits.keeps_examples:
+        return None
+    free_copies = memory_copies - state_copies
     return max(0, int(free_copies * needs.parameters / needs.inputs))
 
 

@@ -1,1 +1,1 @@
-"""Baselines that other methods are compared with."""
+"""Baselines: what other methods are compared with."""

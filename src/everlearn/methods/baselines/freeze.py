@@ -21,7 +21,7 @@ HELD_BY_FREEZE = HoldStatistics("Freeze")
 
 @dataclass(eq=False)
 class Freeze(Method):
-    """Train only the output layer after the first task, or freeze only running statistics.
+    """Freeze: after the first task, train the output layer only (or freeze running statistics).
 
         features:    θ_features = θ*_features of task 1,   L = L_task in θ_output alone
         statistics:  (μ, σ²) of every BatchNorm = those of task 1,   L = L_task in all of θ
@@ -43,10 +43,11 @@ class Freeze(Method):
     """
 
     traits = Traits(
-        family="reference",
+        family="baselines",
         pro="stores nothing, and a step costs half of fine-tuning's",
         con="later tasks use the first task's features",
         step=0.5,
+        copies=(0.0,),
         needs_labels=False,
         weak={
             "task": "later tasks use the first task's features: below fine-tuning on the digits",

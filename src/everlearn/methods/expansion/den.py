@@ -30,7 +30,7 @@ PHASES = ("fit", "retrain", "expand", "settle", "split")
 
 @dataclass(eq=False)
 class DEN(PartialTraining):
-    """Dynamically expandable networks (Yoon et al., ICLR 2018).
+    """Dynamically expandable networks (Yoon et al., ICLR 2018): retrain, add and duplicate units.
 
         task 1:   L_task, with L1 regularization of the weights
         fit:      the task's output layer alone, with L1 regularization
@@ -63,7 +63,7 @@ class DEN(PartialTraining):
     """
 
     traits = Traits(
-        family="growth",
+        family="expansion",
         pro="old weights keep learning, drifting units are duplicated",
         con="forgets a little; many hyperparameters",
         step=1.7,

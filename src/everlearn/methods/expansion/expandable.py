@@ -26,7 +26,7 @@ from everlearn.surgery.hooks import without_hooks
 
 @dataclass(eq=False)
 class ExpandableRepresentation(FeatureReplay):
-    """Dynamically expandable representation (Yan, Xie & He, CVPR 2021).
+    """Dynamically expandable representation (Yan et al., CVPR 2021): add a feature extractor per task.
 
         representation: Φ(x) = [φ₁(x) … φ_T(x)], φ_T starts as φ_{T-1}; φ₁ … φ_{T-1} are frozen, in evaluation mode
         classifier:     out = W Φ(x) + b, one for all classes; only W's columns for φ_T are initialized anew
@@ -55,7 +55,7 @@ class ExpandableRepresentation(FeatureReplay):
     """
 
     traits = Traits(
-        family="growth",
+        family="expansion",
         pro="old features never change; forgets far less than replay",
         con="a feature extractor per task, and examples",
         step=3.8,

@@ -23,7 +23,7 @@ Count = Annotated[int, Range(1)]
 
 @dataclass(eq=False)
 class ExpandNet(Expansion):
-    """ExpandNet, defined by this library: add units when a task needs them, and only as many.
+    """ExpandNet (defined by this library): lock learned weights, and add units where a task needs them.
 
         task 1:      ordinary training
         task k > 1:  all learned weights are locked; the task's output layer is trained, at first alone
@@ -51,7 +51,7 @@ class ExpandNet(Expansion):
     """
 
     traits = Traits(
-        family="growth",
+        family="expansion",
         pro="forgets nothing, and grows only where a task needs it",
         con="a threshold to choose, in units of the loss",
         step=1.9,

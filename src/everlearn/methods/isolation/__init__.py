@@ -1,1 +1,1 @@
-"""Parameter isolation: each task has parameters of its own."""
+"""Isolation: each task has parameters of its own, and forgets nothing if the task is known."""

@@ -25,7 +25,7 @@ from everlearn.surgery.tracing import repeat_per_input
 
 @dataclass(eq=False)
 class HAT(GatedUnits):
-    """Hard attention to the task (Serrà et al., ICML 2018).
+    """Hard attention to the task (Serrà et al., ICML 2018): learn which units a task needs, and lock their weights.
 
         a = σ(s · e)                                     a gate per unit, e learned for each task
         h ← h · a                                        at the input of the next layer

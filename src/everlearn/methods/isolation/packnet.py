@@ -21,7 +21,7 @@ Share = Annotated[float, Range(0, 0.999)]
 
 @dataclass(eq=False)
 class PackNet(WeightOwners):
-    """PackNet (Mallya & Lazebnik, CVPR 2018).
+    """PackNet (Mallya & Lazebnik, CVPR 2018): prune after each task, and train the pruned weights on the next.
 
         task k:     trains all free weights, which it then owns; weights of earlier tasks are used but locked
         pruning:    in each layer, the given share of k's weights with the smallest magnitudes is set to zero and freed

@@ -31,7 +31,7 @@ from everlearn.surgery.hooks import move_like, remove_hooks, temporarily_unhooke
 
 @dataclass(eq=False)
 class PNN(Isolation):
-    """Progressive neural networks (Rusu et al., 2016).
+    """Progressive neural networks (Rusu et al., 2016): add a network per task, connected to the earlier ones.
 
         task k: trains a new network, column k, which also reads the frozen columns of earlier tasks
         L = L_task, in column k and its laterals

@@ -21,17 +21,17 @@ from everlearn.methods.regularization.base import WEAK_WITH_NEW_CLASSES, Quadrat
 
 @dataclass(eq=False)
 class EWC(QuadraticPenalty):
-    """Elastic weight consolidation (Kirkpatrick et al., PNAS 2017): a Gaussian posterior of the old tasks.
+    """Elastic weight consolidation (Kirkpatrick et al., PNAS 2017): a penalty weighted by the Fisher information.
 
         separate:  L = L_task + ½ Σₖ (θ - θₖ*)ᵀ λₖFₖ (θ - θₖ*)
         online:    L = L_task + ½ (θ - θₜ*)ᵀ (γ F̃ₜ + λ_prior) (θ - θₜ*),   F̃ₜ = γ F̃ₜ₋₁ + λₜFₜ
 
-    Fₖ is the Fisher information at the optimum θₖ* of task k, a mean over labels. Separate penalties are summed into
-    one quadratic exactly, so that their cost does not grow with the number of tasks. With γ = 1, "online" is the
-    sequential Bayesian update of Huszár (2018) around the latest optimum. With γ < 1 it is the update of
-    Progress & Compress (Schwarz et al., 2018), where γ also acts twice. λ_prior is added once, whatever the number of
-    tasks; with separate penalties, around the first θ*. Each call of ``end_task`` counts as a task, also for a chunk
-    of an online stream.
+    A Gaussian approximates the posterior of the old tasks. Its precision Fₖ is the Fisher information at the optimum
+    θₖ* of task k, a mean over labels. Separate penalties are summed into one quadratic exactly, so that their cost does
+    not grow with the number of tasks. With γ = 1, "online" is the sequential Bayesian update of Huszár (2018) around
+    the latest optimum. With γ < 1 it is the update of Progress & Compress (Schwarz et al., 2018), where γ also acts
+    twice. λ_prior is added once, whatever the number of tasks; with separate penalties, around the first θ*. Each call
+    of ``end_task`` counts as a task, also for a chunk of an online stream.
 
     With ``structure="kronecker"`` and ``mode="online"`` this is the online Laplace approximation of Ritter et al.
     (2018). A sum of Kronecker products is no Kronecker product: each layer stores up to ``max_kronecker_terms`` of

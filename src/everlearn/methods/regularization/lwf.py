@@ -31,7 +31,7 @@ from everlearn.methods.regularization.warmup import Warmup
 
 @dataclass(eq=False)
 class LwF(Method):
-    """Learning without forgetting (Li & Hoiem, TPAMI 2017).
+    """Learning without forgetting (Li & Hoiem, TPAMI 2017): distill the old model's outputs on the new data.
 
         L = L_task + strength · Σₖ KL( softmax(tₖ/T) ‖ softmax(zₖ/T) ),   k: old tasks; a mean over the new labels
 

@@ -19,7 +19,7 @@ from everlearn.methods.regularization.base import WEAK_WITH_NEW_CLASSES, Quadrat
 
 @dataclass(eq=False)
 class MAS(QuadraticPenalty):
-    """Memory aware synapses (Aljundi et al., ECCV 2018).
+    """Memory aware synapses (Aljundi et al., ECCV 2018): a penalty weighted by the sensitivity of the outputs.
 
     After each task the importance of a parameter increases by the sensitivity of the output's squared norm to it,
     averaged over examples. No labels are needed.

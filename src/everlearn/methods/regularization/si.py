@@ -19,7 +19,7 @@ from everlearn.methods.regularization.path_integral import PathIntegral
 
 @dataclass(eq=False)
 class SI(PathIntegral):
-    """Synaptic intelligence (Zenke, Poole & Ganguli, ICML 2017).
+    """Synaptic intelligence (Zenke et al., ICML 2017): a penalty weighted by contributions to the loss.
 
         each step:      ωᵢ ← ωᵢ - gᵢ · Δθᵢ,   g = ∂L_task/∂θ before the step, Δθ = the optimizer's update
         end of a task:  Ωᵢ ← max(0, Ωᵢ + ωᵢ / ((θᵢ - θ*ᵢ)² + damping)),   θ* ← θ,   ω ← 0

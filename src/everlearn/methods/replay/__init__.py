@@ -1,1 +1,1 @@
-"""Replay methods: train on stored or generated examples of earlier tasks again."""
+"""Replay: train on stored or generated examples of earlier tasks again."""

@@ -23,7 +23,7 @@ from everlearn.methods.replay.reference_gradients import (
 
 @dataclass(eq=False)
 class AGEM(Replay):
-    """Averaged gradient episodic memory (Chaudhry et al., ICLR 2019).
+    """Averaged GEM (Chaudhry et al., ICLR 2019): project gradients that raise the average old loss.
 
         g̃ = g                                   if g·g_ref ≥ 0
         g̃ = g - (g·g_ref / g_ref·g_ref) g_ref   otherwise
@@ -42,6 +42,7 @@ class AGEM(Replay):
         pro="no step increases the average old loss, to first order",
         con="weak with new classes; holds for plain SGD only",
         step=3.2,
+        copies=(0.0,),
         keeps_examples=True,
     )
 

@@ -19,7 +19,7 @@ from everlearn.methods.replay.base import Replay, Rows, replay_loss
 
 @dataclass(eq=False)
 class DER(Replay):
-    """Dark experience replay (Buzzega et al., NeurIPS 2020).
+    """Dark experience replay (Buzzega et al., NeurIPS 2020): match the stored logits of stored examples.
 
         L = L_task + alpha · mean of (f(x′) - z′)²,   (x′, z′) from the memory
 
@@ -38,6 +38,7 @@ class DER(Replay):
         pro="stores outputs, which at small capacities are worth more than labels",
         con="stored outputs may be wrong",
         step=2.2,
+        copies=(0.0,),
         keeps_examples=True,
         without_boundaries={},
     )
@@ -62,7 +63,7 @@ class DER(Replay):
 
 @dataclass(eq=False)
 class DERpp(DER):
-    """Dark experience replay++ (Buzzega et al., NeurIPS 2020): DER, and the labels of a second draw.
+    """Dark experience replay++ (Buzzega et al., NeurIPS 2020): DER, and the labels of stored examples too.
 
         L = L_task + alpha · mean of (f(x′) - z′)² + beta · L(f(x″), y″)
 
@@ -80,6 +81,7 @@ class DERpp(DER):
         pro="stores outputs and labels: strong at small capacities",
         con="two more passes per step, two weights to choose",
         step=3.2,
+        copies=(0.0,),
         keeps_examples=True,
         without_boundaries={},
     )

@@ -14,7 +14,7 @@ from everlearn.methods.replay.base import Replay, forward_both, memory_share
 
 @dataclass(eq=False)
 class ER(Replay):
-    """Experience replay (Chaudhry et al., 2019; Riemer et al., ICLR 2019): one loss of new and replayed examples.
+    """Experience replay (Chaudhry et al., 2019; Riemer et al., ICLR 2019): train on stored examples too.
 
         L = (B · L_task + B′ · L_memory) / (B + B′)   balance="examples"
         L = (1/t) L_task + (1 - 1/t) L_memory          balance="tasks", t the number of tasks including this one
@@ -37,6 +37,7 @@ class ER(Replay):
         pro="simple, works in all three scenarios, with or without task boundaries",
         con="overfits the few stored examples",
         step=2.0,
+        copies=(0.0,),
         keeps_examples=True,
         without_boundaries={},
     )

@@ -16,7 +16,7 @@ from everlearn.runtime import distributed
 
 @dataclass(eq=False)
 class ERACE(Replay):
-    """Experience replay with asymmetric cross-entropy (Caccia et al., ICLR 2022).
+    """ER with asymmetric cross-entropy (Caccia et al., ICLR 2022): new classes compete only with each other.
 
         L = CE(current batch, over its own classes) + CE(memory, over all allowed classes)
 
@@ -34,6 +34,7 @@ class ERACE(Replay):
         pro="as ER, and new classes do not lower the logits of old ones",
         con="overfits the few stored examples",
         step=2.1,
+        copies=(0.0,),
         keeps_examples=True,
         without_boundaries={},
     )

@@ -25,7 +25,7 @@ from everlearn.runtime import distributed
 
 @dataclass(eq=False)
 class GEM(Replay):
-    """Gradient episodic memory (Lopez-Paz & Ranzato, NeurIPS 2017).
+    """Gradient episodic memory (Lopez-Paz & Ranzato, NeurIPS 2017): project gradients that raise an old task's loss.
 
         g̃ = the vector nearest to g with g̃·gₖ ≥ 0 for every earlier task k:   g̃ = g + Mᵀv,
         v = argmin ½ vᵀ(M Mᵀ + ridge)v + (M g)ᵀv   subject to v ≥ margin
@@ -50,6 +50,7 @@ class GEM(Replay):
         con="one more gradient per earlier task and step",
         step=4.6,
         step_growth=0.7,
+        copies=(0.0,),
         keeps_examples=True,
     )
 

@@ -31,7 +31,7 @@ from everlearn.runtime.randomness import derive, generator, seeded
 
 @dataclass(eq=False)
 class GenerativeReplay(Method):
-    """Deep generative replay (Shin et al., NeurIPS 2017), with a variational autoencoder.
+    """Deep generative replay (Shin et al., NeurIPS 2017): replay samples of a variational autoencoder.
 
         L = (1/t) L_task + (1 - 1/t) L_replay + L_generator,   t the number of tasks including this one
         L_replay: on inputs x′ of the generator, labeled by the model, both from before this task

@@ -17,11 +17,11 @@ from everlearn.methods.regularization.base import WEAK_WITH_NEW_CLASSES, Quadrat
 
 @dataclass(eq=False)
 class L2(QuadraticPenalty):
-    """L2 penalty around the last solution θ*: weight decay toward θ* instead of zero.
+    """L2 penalty (baseline of Kirkpatrick et al., PNAS 2017): the same penalty for all parameters.
 
         L = L_task + strength/2 · Σᵢ (θᵢ - θ*ᵢ)²
 
-    The baseline of Kirkpatrick et al. (PNAS 2017) for methods with importances: what they gain over it is what their
+    Weight decay toward the last solution θ* instead of zero. What methods with importances gain over it is what their
     importances are worth. There is one anchor, at the latest optimum.
 
     Args:
@@ -29,7 +29,7 @@ class L2(QuadraticPenalty):
     """
 
     traits = Traits(
-        family="reference",
+        family="baselines",
         pro="any model, any loop, one field to set",
         con="protects unimportant parameters as strongly as important ones",
         step=1.2,
