@@ -105,7 +105,7 @@ def cifar100_mobilenet(
 
 def _compute_once(model: nn.Module, x: Tensor, name: str, is_encoder: bool = False) -> Tensor:
     """Compute features before the data are divided into tasks, so that they serve every order and every seed."""
-    whole = Stream([Task(x)], "domain", name)
-    (task,) = features(model, whole, encoder=is_encoder)
+    undivided = Stream([Task(x)], "domain", name)
+    (task,) = features(model, undivided, encoder=is_encoder)
     rows: Tensor = task.train.x
     return rows
