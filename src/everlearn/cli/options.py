@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from everlearn.core.scenario import Scenario
+from everlearn.core.scenario import DataKind, Scenario
 from everlearn.experiments.options import Grid
 
 YesNo = Literal["yes", "no"]
@@ -46,6 +46,10 @@ class AdviseOptions(BaseModel):
         description="Whether the data to remember has labels; if not, there are only a trained model and inputs.",
     )
     boundaries: YesNo | None = Field(None, description="Whether task boundaries are known during training.")
+    pretrained: Literal["yes", "no", "unknown"] | None = Field(
+        None, description="Whether the model was pretrained on data like those to come."
+    )
+    data: DataKind | None = Field(None, description="Kind of data: results on the same kind count first.")
     tasks: int | None = Field(None, ge=1, description="Number of tasks.")
     time: float | None = Field(
         None, gt=0, allow_inf_nan=False, description="Maximum time of a step, in baseline steps."

@@ -11,6 +11,7 @@ from math import sqrt
 from statistics import fmean
 from typing import Any, Literal
 
+from everlearn.core.scenario import DataKind
 from everlearn.experiments.options import Grid
 from everlearn.experiments.parsing import UsageError, did_you_mean, explain
 from everlearn.runtime.optional_imports import imports_of_extra
@@ -48,7 +49,8 @@ class Table(BaseModel):
     """A published table with its protocol.
 
     ``spread`` is what the source prints after its means, which are taken over ``runs`` runs. ``tolerance`` is the
-    least difference in points that counts as a miss. ``quick`` holds the options of a smoke test.
+    least difference in points that counts as a miss. ``quick`` holds the options of a smoke test. ``data`` and
+    ``pretrained`` say what the results are comparable with.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -61,6 +63,8 @@ class Table(BaseModel):
     tolerance: float = Field(1.5, gt=0)
     run: Options
     quick: Options
+    data: DataKind = "images"
+    pretrained: bool = False
     columns: dict[str, Options]
     rows: list[Row]
 

@@ -37,6 +37,9 @@ from everlearn.surgery.heads import grow_output, output_layer
 # Logit of a class without examples: finite, so that a loss stays a number, and below all others.
 UNSEEN_LOGIT = -1e30
 
+# Trait of all heads.
+NEEDS_FEATURES = "learns no features: pretrain the model, or train it on a large first task (adapt_first=True)"
+
 
 @dataclass(eq=False)
 class FrozenHead(Method):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from everlearn.core.hyperparameters import NonNegative, Range
 from everlearn.core.method import Method
 from everlearn.core.traits import Traits
-from everlearn.methods.heads.base import UNSEEN_LOGIT, FrozenHead
+from everlearn.methods.heads.base import NEEDS_FEATURES, UNSEEN_LOGIT, FrozenHead
 from everlearn.methods.heads.statistics import add_products, mean_and_covariance
 from everlearn.surgery.heads import output_layer
 
@@ -42,8 +42,10 @@ class FeCAM(FrozenHead):
         family="heads",
         pro="a covariance for each class; nothing forgotten, any order of tasks",
         con="keeps a matrix for each class, which needs many examples of it or much shrinkage",
-        step=None,
-        copies=None,
+        step=0.0,
+        copies=(0.0, 1.34),
+        copies_scale=False,
+        needs_pretrained=NEEDS_FEATURES,
         grows=True,
         without_boundaries={"online": True},
     )

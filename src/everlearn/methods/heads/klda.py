@@ -11,7 +11,7 @@ from torch import Tensor
 
 from everlearn.core.hyperparameters import Range, Search
 from everlearn.core.traits import Traits
-from everlearn.methods.heads.base import FrozenHead
+from everlearn.methods.heads.base import NEEDS_FEATURES, FrozenHead
 from everlearn.methods.heads.streaming_lda import linear_discriminants
 from everlearn.runtime.randomness import generator
 from everlearn.surgery.feature_head import RandomFourier
@@ -38,8 +38,10 @@ class KLDA(FrozenHead):
         family="heads",
         pro="classes that are not linearly separable; nothing forgotten, any order of tasks, seconds",
         con="the features must be good: it learns none; σ depends on their scale",
-        step=None,
-        copies=None,
+        step=0.0,
+        copies=(105.0,),
+        copies_scale=False,
+        needs_pretrained=NEEDS_FEATURES,
         without_boundaries={"online": True},
     )
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from everlearn.core.hyperparameters import Range
 from everlearn.core.traits import Traits
-from everlearn.methods.heads.base import FrozenHead
+from everlearn.methods.heads.base import NEEDS_FEATURES, FrozenHead
 
 
 @dataclass(eq=False)
@@ -30,8 +30,10 @@ class NearestMean(FrozenHead):
         family="heads",
         pro="a class is its mean: nothing to tune, nothing forgotten, any order of tasks, milliseconds",
         con="the features must be good: it learns none, and ignores how they are correlated",
-        step=None,
-        copies=None,
+        step=0.0,
+        copies=(0.0, 0.003),
+        copies_scale=False,
+        needs_pretrained=NEEDS_FEATURES,
         without_boundaries={"online": True},
     )
 

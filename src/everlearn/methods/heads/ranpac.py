@@ -10,7 +10,7 @@ from torch import Tensor
 
 from everlearn.core.hyperparameters import NonNegative, Range
 from everlearn.core.traits import Traits
-from everlearn.methods.heads.base import FrozenHead
+from everlearn.methods.heads.base import NEEDS_FEATURES, FrozenHead
 from everlearn.methods.heads.statistics import Statistics
 from everlearn.runtime.randomness import generator
 from everlearn.surgery.feature_head import RandomReLU
@@ -48,10 +48,12 @@ class RanPAC(FrozenHead):
 
     traits = Traits(
         family="heads",
-        pro="the best of the heads on all our features; nothing forgotten, any order of tasks, seconds",
+        pro="the best head on MiniLM features; nothing forgotten, any order of tasks, seconds",
         con="the features must be good: it learns none; keeps M² numbers",
-        step=None,
-        copies=None,
+        step=0.0,
+        copies=(105.0,),
+        copies_scale=False,
+        needs_pretrained=NEEDS_FEATURES,
         without_boundaries={"online": True},
     )
 

@@ -56,7 +56,10 @@ class SLCA(Method):
         family="heads",
         pro="features adapt slowly; Gaussians stand for the examples of old classes",
         con="keeps a matrix for each class; needs pretrained features, since they hardly learn",
+        copies=(0.0, 1.34),
+        copies_scale=False,
         grows=True,
+        needs_pretrained="learns features slowly, after the first task as well: pretrain the model",
     )
 
     share: Annotated[float, Range(0, 1), Search(1e-3, 1)] = 0.01

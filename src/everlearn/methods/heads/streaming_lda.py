@@ -10,7 +10,7 @@ from torch import Tensor
 
 from everlearn.core.hyperparameters import Range, Search
 from everlearn.core.traits import Traits
-from everlearn.methods.heads.base import FrozenHead
+from everlearn.methods.heads.base import NEEDS_FEATURES, FrozenHead
 from everlearn.methods.heads.statistics import Statistics
 
 
@@ -32,8 +32,10 @@ class StreamingLDA(FrozenHead):
         family="heads",
         pro="uses how features are correlated; nothing forgotten, any order of tasks, seconds",
         con="the features must be good: it learns none; classes share one covariance",
-        step=None,
-        copies=None,
+        step=0.0,
+        copies=(0.67,),
+        copies_scale=False,
+        needs_pretrained=NEEDS_FEATURES,
         without_boundaries={"online": True},
     )
 
