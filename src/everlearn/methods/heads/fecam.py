@@ -20,7 +20,7 @@ from everlearn.surgery.heads import output_layer
 
 @dataclass(eq=False)
 class FeCAM(FrozenHead):
-    """Feature covariance-aware metric (Goswami et al., NeurIPS 2023).
+    """FeCAM (Goswami et al., NeurIPS 2023): the nearest class, by a covariance for each class.
 
         h = |φ|^power · sign φ,   μ_c and Σ_c: mean and covariance of h in class c
         Σ_c ← Σ_c + α₁ v̄ I + α₂ c̄ (1 - I),   v̄: mean of the variances, c̄: mean of the covariances
@@ -40,8 +40,8 @@ class FeCAM(FrozenHead):
 
     traits = Traits(
         family="heads",
-        pro="a covariance for each class; nothing forgotten, any order of tasks",
-        con="keeps a matrix for each class, which needs many examples of it or much shrinkage",
+        pro="a covariance for each class; any order of tasks",
+        con="needs good features, and many examples of each class",
         step=0.0,
         copies=(0.0, 1.34),
         copies_scale=False,

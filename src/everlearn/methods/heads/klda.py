@@ -19,7 +19,7 @@ from everlearn.surgery.feature_head import RandomFourier
 
 @dataclass(eq=False)
 class KLDA(FrozenHead):
-    """Kernel linear discriminant analysis (Momeni et al., AAAI 2025).
+    """Kernel LDA (Momeni et al., AAAI 2025): linear discriminants of random Fourier features.
 
         h = √(2/D) cos(ωφ + b),   ω ~ N(0, 2σ),   b ~ U[0, 2π)      random Fourier features of an RBF kernel
         W, b as in ``StreamingLDA``, on h
@@ -36,8 +36,8 @@ class KLDA(FrozenHead):
 
     traits = Traits(
         family="heads",
-        pro="classes that are not linearly separable; nothing forgotten, any order of tasks, seconds",
-        con="the features must be good: it learns none; σ depends on their scale",
+        pro="classes need not be linearly separable; any order of tasks",
+        con="needs good features; σ depends on their scale",
         step=0.0,
         copies=(105.0,),
         copies_scale=False,

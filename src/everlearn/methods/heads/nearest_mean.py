@@ -15,7 +15,7 @@ from everlearn.methods.heads.base import NEEDS_FEATURES, FrozenHead
 
 @dataclass(eq=False)
 class NearestMean(FrozenHead):
-    """Nearest class mean by cosine similarity (SimpleCIL, Zhou et al. 2024; the classifier of iCaRL).
+    """Nearest class mean (SimpleCIL, Zhou et al. 2024; iCaRL's classifier): the class mean of the smallest angle.
 
         μ_c = s_c / n_c,   logit_c = scale · cos(φ(x), μ_c)
 
@@ -28,8 +28,8 @@ class NearestMean(FrozenHead):
 
     traits = Traits(
         family="heads",
-        pro="a class is its mean: nothing to tune, nothing forgotten, any order of tasks, milliseconds",
-        con="the features must be good: it learns none, and ignores how they are correlated",
+        pro="nothing to tune, little to store; any order of tasks",
+        con="needs good features; ignores correlations",
         step=0.0,
         copies=(0.0, 0.003),
         copies_scale=False,

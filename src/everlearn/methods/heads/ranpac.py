@@ -24,7 +24,7 @@ RIDGE_GRID = tuple(10.0 ** (tenth / 10) for tenth in range(-80, 41))
 
 @dataclass(eq=False)
 class RanPAC(FrozenHead):
-    """Random projections and ridge regression (RanPAC: McDonnell et al., NeurIPS 2023; ACIL: Zhuang et al. 2022).
+    """RanPAC (McDonnell et al., NeurIPS 2023) and ACIL (Zhuang et al. 2022): ridge regression on random features.
 
         h = ReLU(P φ),   P ~ N(0, 1) of shape (M, features)
         G = Σ hhᵀ,   C = Σ h yᵀ (y one-hot),   W = (G + λ I)⁻¹ C
@@ -48,8 +48,8 @@ class RanPAC(FrozenHead):
 
     traits = Traits(
         family="heads",
-        pro="the best head on MiniLM features; nothing forgotten, any order of tasks, seconds",
-        con="the features must be good: it learns none; keeps M² numbers",
+        pro="the best head on MiniLM features; any order of tasks",
+        con="needs good features; keeps M² numbers",
         step=0.0,
         copies=(105.0,),
         copies_scale=False,

@@ -54,8 +54,9 @@ class SLCA(Method):
 
     traits = Traits(
         family="heads",
-        pro="features adapt slowly; Gaussians stand for the examples of old classes",
-        con="keeps a matrix for each class; needs pretrained features, since they hardly learn",
+        pro="features adapt slowly; old classes are kept as Gaussians",
+        con="needs good features; keeps a matrix per class",
+        step=1.2,
         copies=(0.0, 1.34),
         copies_scale=False,
         grows=True,

@@ -16,7 +16,7 @@ from everlearn.methods.heads.statistics import Statistics
 
 @dataclass(eq=False)
 class StreamingLDA(FrozenHead):
-    """Streaming linear discriminant analysis (Hayes & Kanan, CVPR Workshops 2020).
+    """Streaming LDA (Hayes & Kanan, CVPR Workshops 2020): linear discriminants of class means and one covariance.
 
         μ_c = s_c/n_c,   Σ = (Σ hhᵀ - Σ_c n_c μ_c μ_cᵀ)/N,   Λ = ((1-ε) Σ + ε I)⁻¹
         W_c = Λ μ_c,   b_c = -½ μ_cᵀ Λ μ_c
@@ -30,8 +30,8 @@ class StreamingLDA(FrozenHead):
 
     traits = Traits(
         family="heads",
-        pro="uses how features are correlated; nothing forgotten, any order of tasks, seconds",
-        con="the features must be good: it learns none; classes share one covariance",
+        pro="knows how features are correlated; any order of tasks",
+        con="needs good features; one covariance for all",
         step=0.0,
         copies=(0.67,),
         copies_scale=False,
