@@ -31,7 +31,7 @@ class StreamingLDA(FrozenHead):
     traits = Traits(
         family="heads",
         pro="knows how features are correlated; any order of tasks",
-        con="needs good features; one covariance for all",
+        con="needs good features; a single covariance",
         step=0.0,
         copies=(0.67,),
         copies_scale=False,
