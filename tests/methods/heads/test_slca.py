@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.helpers import parameter_vector, train_tasks
 from torch import nn
 
 import everlearn
@@ -16,7 +17,6 @@ from everlearn.core.likelihood import Gaussian
 from everlearn.runtime.randomness import derive
 from everlearn.surgery.heads import grow_output
 from everlearn.trainer.checkpoints import CheckpointEvery
-from tests.helpers import parameter_vector, train_tasks
 
 SETTINGS = {"epochs": 3, "samples": 16, "lr": 0.05, "shrinkage": 0.3, "variance": 1e-3, "seed": 5}
 OPTIMIZERS = {
@@ -188,7 +188,7 @@ def test_a_pretrained_model_learns_new_digits():
 @pytest.mark.parametrize("scenario", ["task", "domain", "class"])
 def test_all_scenarios(scenario):
     stream = streams.digits(scenario)
-    result = everlearn.run(nets.mlp, SLCA(share=0.1, epochs=30), stream, epochs=5, batch_size=32)
+    result = everlearn.run(nets.mlp, SLCA(epochs=20), stream, epochs=5, batch_size=32)
     assert result.average_accuracy > {"task": 0.9, "domain": 0.6, "class": 0.6}[scenario]
 
 
