@@ -315,7 +315,7 @@ def test_tokens_with_ignored_labels(head):
 
 def test_two_heads_or_a_method_that_trains_cannot_be_chained(head):
     for other in (ER(), EWC(), Freeze(), Method(), NearestMean()):
-        with pytest.raises(ValueError, match=r"freezes the model and computes its output layer"):
+        with pytest.raises(ValueError, match=r"cannot be chained: \w+ freezes the model"):
             head + other
 
 

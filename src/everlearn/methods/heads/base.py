@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -96,15 +95,15 @@ class FrozenHead(Method):
             return self.online
         return super().changes(hook)
 
-    def check_chain(self, others: Sequence[Method]) -> None:
-        """Raise if another method would train the model that this one has frozen."""
-        for other in others:
-            if other.trains or isinstance(other, FrozenHead):
-                name = type(self).__name__
-                raise ValueError(
-                    f"{name} freezes the model and computes its output layer, and {type(other).__name__} would train "
-                    f"them: use {name} alone, or with adapt_first=True to train the model on the first task."
-                )
+    def conflict_with(self, other: Method) -> str:
+        """Refuse methods that would train the model, or compute its output layer too."""
+        if not other.trains and not isinstance(other, FrozenHead):
+            return ""
+        name = type(self).__name__
+        return (
+            f"{name} freezes the model and computes its output layer. Use it alone, or as {name}(adapt_first=True) to "
+            "train the model on the first task."
+        )
 
     # What a subclass defines.
 
@@ -181,7 +180,7 @@ class FrozenHead(Method):
 
     def detach(self, model: nn.Module) -> None:
         """Unfreeze the model; its output layer stays."""
-        self._frozen.release(model)
+        self._frozen.detach(model)
         _, head = feature_head(model, self.output)
         head.requires_grad_(True)
         self._recorder.remove(unwrap(model))
@@ -239,6 +238,7 @@ class FrozenHead(Method):
     def _freeze(self, model: nn.Module) -> None:
         """Freeze the model, and raise if its features have changed since the first statistics."""
         name, head = feature_head(model, self.output)
+        self._frozen.release(model)
         self._frozen.freeze_features(model, f"{name}.output" if isinstance(head, FeatureHead) else name)
         head.requires_grad_(False)
         checksum = _feature_checksum(unwrap(model), name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +16,7 @@ from everlearn.core.parameters import evaluating, grown, unwrap
 from everlearn.core.task import Task
 from everlearn.curvature.progress import PassProgress
 from everlearn.runtime import distributed
+from everlearn.runtime.machine_memory import available_memory
 from everlearn.surgery.features import compute_features
 
 PASS_BATCH_SIZE = 256
@@ -93,7 +93,8 @@ def grow_statistic(statistics: Statistics, owner: str, key: str, like: Tensor, *
     value = statistics.get(key)
     if value is None:
         num_bytes = 8 * int(torch.Size(shape).numel())
-        _check_memory(f"{owner}.{key} of shape {shape}", num_bytes)
+        if like.device.type == "cpu":
+            _check_memory(f"{owner}.{key} of shape {shape}", num_bytes)
         value = like.new_zeros(shape, dtype=torch.float64)
     # A state may have been saved on another device than the model's.
     statistics[key] = grown(value.to(like.device), shape)
@@ -222,12 +223,10 @@ def check_classes(task: Any, owner: str) -> None:
 
 
 def _check_memory(description: str, num_bytes: int) -> None:
-    """Raise if a tensor and a second one of its size, for the computation, do not fit into the free memory."""
-    if not hasattr(os, "sysconf") or "SC_AVPHYS_PAGES" not in os.sysconf_names:
-        return
-    free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if 2 * num_bytes > free_bytes:
+    """Raise if a tensor and a second one of its size, for the computation, do not fit into the memory."""
+    free_bytes = available_memory()
+    if free_bytes is not None and 2 * num_bytes > free_bytes:
         raise MemoryError(
             f"{description} needs {format_bytes(num_bytes)}, and as much again to compute the output layer; "
-            f"{format_bytes(free_bytes)} are free: choose a smaller dimension, or a model with fewer features."
+            f"{format_bytes(free_bytes)} are available: choose a smaller dimension, or a model with fewer features."
         )
