@@ -390,3 +390,16 @@ def test_two_processes_equal_one(head, online, run_two_processes):
             torch.testing.assert_close(statistics[key], value, rtol=1e-6, atol=1e-9)
     agreement = (outputs.argmax(1) == predict(reference, reference_model, stream).argmax(1)).float().mean()
     assert agreement > 0.98
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("online", [False, True])
+def test_a_compiled_model_equals_a_plain_one(head, online):
+    stream = streams.digits("class")
+    plain_method, plain_model = replace(head, online=online), make_net()
+    train_tasks(plain_model, plain_method, stream.tasks[:2])
+    method, model = replace(head, online=online), torch.compile(make_net(), backend="eager")
+    x = next(stream[0].examples(50)).x
+    model(x)
+    train_tasks(model, method, stream.tasks[:2])
+    torch.testing.assert_close(method.predict(model, x), plain_method.predict(plain_model, x))
