@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.helpers import train_tasks
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -16,6 +15,7 @@ from everlearn.core.likelihood import Gaussian
 from everlearn.core.task import Task
 from everlearn.surgery.feature_head import FeatureHead, restore_feature_head
 from everlearn.trainer.checkpoints import CheckpointEvery
+from tests.helpers import train_tasks
 
 HEADS = {
     "nearest mean": NearestMean(),

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.helpers import parameter_vector, train_tasks
 from torch import nn
 
 import everlearn
@@ -35,6 +34,7 @@ from everlearn.core.likelihood import Gaussian
 from everlearn.runtime.randomness import derive
 from everlearn.surgery.heads import grow_output
 from everlearn.trainer.checkpoints import CheckpointEvery
+from tests.helpers import parameter_vector, train_tasks
 
 SETTINGS = {"epochs": 3, "samples": 16, "lr": 0.05, "shrinkage": 0.3, "variance": 1e-3, "seed": 5}
 OPTIMIZERS = {
