@@ -202,9 +202,11 @@ class ContinualClassifier:
             y: a label per example.
         """
         self._check_is_fitted()
-        if not hasattr(self.method_, "forget"):
+        # In one deep copy, because model and method may share tensors; a call that fails changes nothing.
+        model, method = copy.deepcopy((vars(self)["model_"], vars(self)["method_"]))
+        if not hasattr(method, "forget"):
             raise ValueError(
-                f"{type(self.method_).__name__} cannot forget examples: what it has learned of them is spread over all "
+                f"{type(method).__name__} cannot forget examples: what it has learned of them is spread over all "
                 "weights. Use a head on frozen features, such as method=RanPAC(), or fit again without them."
             )
         x = check_inputs(X, self._record.shape)
@@ -216,9 +218,7 @@ class ContinualClassifier:
                 f"y has the label {unknown[0]!r}, which was never learned: give only examples that were learned."
             )
 
-        # Copies, so that a call that fails changes nothing.
         output_indices = torch.tensor([self._record.outputs[label] for label in labels.tolist()])
-        model, method = copy.deepcopy((self.model_, self.method_))
         method.forget(model, (x, output_indices))
         self.model_ = model
         self.method_ = method

@@ -229,10 +229,11 @@ def _forget_and_measure(deployed: DeployedModel, request: _Request, rules: Rules
 def _describe_limits(deployed: DeployedModel, request: _Request, rules: Rules) -> list[str]:
     """Describe what was forgotten, and what this cannot promise."""
     num_held_out = sum(map(len, deployed.held_out_sets)) - sum(map(len, request.held_out_sets))
-    notes = [
+    notes = []
+    notes.append(
         f"{len(request.learned[1]):,} learned examples were subtracted, and {num_held_out:,} were deleted from "
         "held-out sets. The output layer equals one that never saw them, up to rounding."
-    ]
+    )
     if request.num_unverified:
         notes.append(
             f"Warning: {request.num_unverified:,} rows could not be checked, because updates with keep=0 record none: "
@@ -277,8 +278,8 @@ def _remaining_data(deployed: DeployedModel, request: _Request) -> dict[str, int
 def _is_forgotten(deployed: DeployedModel, request_digest: str) -> bool:
     """Return whether the current version was written by the same call."""
     facts = deployed.latest.facts if deployed.latest is not None else {}
-    is_current = facts.get("files", {}).get(MODEL) == deployed.weights.digest
-    return is_current and facts.get("forgotten", {}).get("digest") == request_digest
+    is_current = bool(facts.get("files", {}).get(MODEL) == deployed.weights.digest)
+    return is_current and bool(facts.get("forgotten", {}).get("digest") == request_digest)
 
 
 def _report_forgotten(folder: StateFolder, deployed: DeployedModel, rules: Rules, dry_run: bool) -> Update:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Mapping
 
-import torch
 from torch import Tensor
 
 from everlearn.core.method import Method
@@ -32,6 +31,7 @@ def identify_rows(pair: Pair) -> list[Row]:
 def count_rows(learned: Pair, given: Iterable[Pair]) -> RowCounts:
     """Count how often each of the given rows was learned.
 
+    >>> import torch
     >>> x, y = torch.eye(3), torch.arange(3)
     >>> list(count_rows((x[[0, 0, 1]], y[[0, 0, 1]]), [(x, y)]).values())
     [2, 1, 0]
@@ -64,6 +64,7 @@ def learned_digests(counts: RowCounts) -> set[bytes]:
 def serialize_rows(counts: RowCounts) -> bytes:
     """Return the content of a file with these counts.
 
+    >>> import torch
     >>> counts = count_rows((torch.eye(2), torch.arange(2)), [])
     >>> deserialize_rows(serialize_rows(counts)) == counts
     True

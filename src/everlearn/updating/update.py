@@ -321,8 +321,8 @@ def _check_unlearned_outputs(method: Method, update_data: UpdateData) -> list[st
 def _describe_missing_old_data(method: Method) -> str:
     if isinstance(method, FrozenHead):
         return (
-            f"This is the first update: {label(method)} has computed a new output layer from these data alone, and old "
-            "accuracy cannot be measured. Give data of the old skills, old=… (--old on the command line), to measure it."
+            f"This is the first update: {label(method)} has computed a new output layer from these data alone. To "
+            "measure old accuracy too, give data of the old skills, old=… (--old on the command line)."
         )
     return (
         f"This is the first update: {label(method)} does not know the old skills of the model and cannot protect "
