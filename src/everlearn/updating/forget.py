@@ -163,26 +163,26 @@ def _find_rows(deployed: DeployedModel, pair: Pair) -> _Request:
         raise ValueError(_describe_unknown(unknown, given_rows, known_rows))
 
     repeats = torch.zeros(len(given_rows), dtype=torch.long)
-    found: set[Row] = set()
+    forgotten_rows: set[Row] = set()
     unknown_rows = set(unknown)
     for i, row in enumerate(given_rows):
         if row in unknown_rows:
             repeats[i] = 1
-        elif row not in found:
+        elif row not in forgotten_rows:
             repeats[i] = total_count(row, deployed.row_counts)
-        found.add(row)
+        forgotten_rows.add(row)
 
     x, y = pair
-    forgotten_digests = {digest for digest, _ in found}
+    forgotten_digests = {digest for digest, _ in forgotten_rows}
     remaining_sets = [exclude_examples(held_out, forgotten_digests) for held_out in deployed.held_out_sets]
     return _Request(
         learned=(x.repeat_interleave(repeats, 0), y.repeat_interleave(repeats, 0)),
         held_out_sets=[held_out for held_out in remaining_sets if len(held_out)],
         row_counts={
-            number: {row: count for row, count in counts.items() if row not in found}
+            number: {row: count for row, count in counts.items() if row not in forgotten_rows}
             for number, counts in deployed.row_counts.items()
         },
-        num_rows=len(found),
+        num_rows=len(forgotten_rows),
         num_unverified=len(unknown_rows),
     )
 
