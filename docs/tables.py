@@ -81,7 +81,10 @@ def traits(name):
 
 def idea(documented):
     """Return what the first line of a docstring says after a colon: ``Name (paper): idea.``"""
-    first_line = inspect.getdoc(documented).split("\n")[0]
+    docstring = inspect.getdoc(documented)
+    if not docstring:
+        raise SystemExit(f"{documented.__name__} has no docstring: its first line should read 'Name (paper): idea.'")
+    first_line = docstring.split("\n")[0]
     _, _, text = first_line.partition(": ")
     return (text or first_line).rstrip(".")
 

@@ -77,7 +77,7 @@ def test_importing_everlearn_loads_only_its_dependencies():
     loaded_modules = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout.split()
-    allowed = {"everlearn", "torch", "numpy", "safetensors", "tqdm", *sys.stdlib_module_names}
+    allowed = {"everlearn", "torch", "numpy", "safetensors", "filelock", "tqdm", *sys.stdlib_module_names}
     assert set(loaded_modules) <= allowed
     assert not {"cyclopts", "pydantic", "yaml", "torch._dynamo"} & set(loaded_modules)
 

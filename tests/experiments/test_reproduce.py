@@ -1,14 +1,9 @@
-"""Published tables: cells, verdicts, recorded runs, the page of results, and executors."""
+"""Published tables: cells, verdicts, recorded runs, and the page of results."""
 
 import json
-import os
-import signal
 import subprocess
 import sys
-import time
-from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -16,10 +11,9 @@ pytest.importorskip("cyclopts")
 from everlearn import results, streams
 from everlearn.cli.app import start
 from everlearn.experiments import published_tables, reproduce
-from everlearn.experiments.executors import outcomes
 from everlearn.experiments.grid import GridRun, grid_runs
+from everlearn.experiments.options import Grid
 from everlearn.experiments.published_tables import Cell
-from everlearn.tuning import WorkerLost
 
 TINY_TABLE = """
 title = "Digits"
@@ -113,6 +107,26 @@ def test_tolerance_is_two_standard_deviations_of_runs(write_tiny_table):
     cell, *_ = published_tables.select_cells("T0")
     assert (cell.deviation, cell.tolerance) == (2.0, 4.0)  # a standard error of 1 over 4 runs
     assert published_tables.select_cells("T0")[-1].tolerance == 1.5
+
+
+def test_a_table_may_set_its_own_least_tolerance(write_tiny_table):
+    path = published_tables.FOLDER / "T0.toml"
+    path.write_text(path.read_text().replace("runs = 4", "runs = 4\ntolerance = 0.7"))
+    cells = published_tables.select_cells("T0")
+    assert [cell.tolerance for cell in cells] == [4.0, 0.7, 0.7]
+    assert cells[-1].verdict([1.71]) == "above" and cells[-1].verdict([1.6]) == "within"
+
+
+def test_random_features_follow_the_seed_of_the_run_unless_set():
+    grid = Grid(methods="ranpac,klda", set=["klda.seed=7"], seeds=3)
+    seeds = {(type(run.method).__name__, run.seed): run.method.seed for run in grid_runs(grid)}
+    assert [seeds["RanPAC", seed] for seed in range(3)] == [0, 1, 2]
+    assert [seeds["KLDA", seed] for seed in range(3)] == [7, 7, 7]
+
+
+def test_a_linear_model_has_no_hidden_layers():
+    model = Grid(hidden="none").model_factory((5,), 3)
+    assert [tuple(parameter.shape) for parameter in model.parameters()] == [(3, 5), (3,)]
 
 
 def test_cells_are_selected_by_pattern(write_tiny_table):
@@ -235,164 +249,6 @@ def test_concurrent_commands_keep_all_records(tmp_path):
         name: [str(seed) for seed in range(20)] for name in ("A/task", "B/task")
     }
     assert [path.name for path in tmp_path.iterdir()] == ["T0.json"]
-
-
-@dataclass(frozen=True)
-class SlowRun:
-    """A run that takes a while, writes a file at its start and end, and may kill its process."""
-
-    name: str
-    folder: Path
-    num_deaths: int = 0  # how often its process is killed
-
-    def run(self, force):
-        begin_file = self.folder / f"began {self.name}"
-        num_begun = len(begin_file.read_text()) if begin_file.exists() else 0
-        begin_file.write_text("x" * (num_begun + 1))
-        if num_begun < self.num_deaths:
-            os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(0.3)
-        (self.folder / f"ended {self.name}").touch()
-        return self.name
-
-
-@pytest.mark.slow
-def test_closing_iterator_stops_runs(tmp_path):
-    for _ in outcomes([SlowRun(str(i), tmp_path) for i in range(8)], workers=2, threads=1):
-        break
-    time.sleep(1)
-    assert len(list(tmp_path.glob("began *"))) <= 4  # two that were running, and at most two more
-
-
-@dataclass(frozen=True)
-class EndlessRun:
-    """A run that does not end."""
-
-    folder: Path
-
-    def run(self, force):
-        (self.folder / f"pid {os.getpid()}").touch()
-        time.sleep(600)
-
-
-def test_worker_processes_end_with_parent(tmp_path, check_workers_end):
-    code = (
-        "from pathlib import Path; from tests.experiments.test_reproduce import EndlessRun, outcomes; "
-        f"list(outcomes([EndlessRun(Path({str(tmp_path)!r}))] * 3, workers=2, threads=1))"
-    )
-
-    def command():  # a new process that has not started workers
-        os.chdir(Path(__file__).parents[2])
-        os.execv(sys.executable, [sys.executable, "-c", code])
-
-    assert check_workers_end(command)
-
-
-def test_dead_worker_loses_only_its_run(tmp_path):
-    runs = [
-        SlowRun("a", tmp_path, num_deaths=9),
-        SlowRun("b", tmp_path),
-        SlowRun("c", tmp_path, num_deaths=1),
-        SlowRun("d", tmp_path),
-    ]
-    run_outcomes = dict(outcomes(runs, workers=2, threads=1))
-    lost = run_outcomes.pop(0)
-    assert isinstance(lost, WorkerLost) and "died 3 times" in str(lost)
-    assert run_outcomes == {1: "b", 2: "c", 3: "d"}
-    assert (tmp_path / "began c").read_text() == "xx" and (tmp_path / "began b").read_text() == "x"
-
-
-@pytest.mark.parametrize("cluster", [None, "ray", "slurm"])
-def test_no_runs_give_no_outcomes(cluster):
-    assert list(outcomes([], 2, 1, cluster=cluster)) == []
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of ray
-@pytest.mark.enable_socket
-def test_ray_distinguishes_lost_worker_from_error():
-    ray = pytest.importorskip("ray")
-
-    class Run:  # pickled by value, as worker processes cannot import tests
-        grid = SimpleNamespace(device="cpu")
-
-        def __init__(self, is_killed):
-            self.is_killed = is_killed
-
-        def run(self, force):
-            if self.is_killed:
-                os.kill(os.getpid(), signal.SIGKILL)
-            raise KeyError("head")
-
-    try:
-        run_outcomes = dict(outcomes([Run(True), Run(False)], 2, 1, cluster="ray"))
-    finally:
-        ray.shutdown()
-    assert [type(run_outcomes[i]) for i in range(2)] == [WorkerLost, RuntimeError]
-    assert all("its job has failed" in str(outcome) for outcome in run_outcomes.values())
-    assert "head" in str(run_outcomes[1])
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_slurm_distinguishes_lost_worker_from_error(tmp_path, monkeypatch):
-    pytest.importorskip("submitit")
-    monkeypatch.setattr("everlearn.experiments.executors.shutil.which", lambda name: "srun")
-    monkeypatch.setattr("submitit.slurm.slurm.SlurmExecutor.affinity", classmethod(lambda cls: -1))
-
-    class Run:
-        grid = SimpleNamespace(device="cpu", out=tmp_path, time_limit=1, partition=None)
-
-        def __init__(self, is_killed):
-            self.is_killed = is_killed
-
-        def run(self, force):
-            if self.is_killed:
-                os.kill(os.getpid(), signal.SIGKILL)
-            raise KeyError("head")
-
-    run_outcomes = dict(outcomes([Run(True), Run(False)], 2, 1, cluster="slurm"))
-    assert [type(run_outcomes[i]) for i in range(2)] == [WorkerLost, RuntimeError]
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of ray
-@pytest.mark.enable_socket
-def test_ray_cluster_equals_one_process(tmp_path):
-    ray = pytest.importorskip("ray")
-    arguments = ["--methods", "finetune,er", "--tasks", "2", "--epochs", "1", "--hidden", "16", "--threads", "1"]
-    assert start(["run", *arguments, "--out", str(tmp_path / "local")]) == 0
-    try:
-        assert start(["run", *arguments, "--cluster", "ray", "--out", str(tmp_path / "remote")]) == 0
-    finally:
-        ray.shutdown()
-    local, remote = (results.load(tmp_path / name) for name in ("local", "remote"))
-    assert [result.config for result in local] == [result.config for result in remote]
-    assert all((a.accuracy == b.accuracy).all() for a, b in zip(local, remote, strict=True))
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_slurm_jobs_run(tmp_path, monkeypatch, capsys):
-    pytest.importorskip("submitit")
-    arguments = ["run", "--methods", "finetune", "--tasks", "2", "--epochs", "1", "--hidden", "16", "--threads", "1"]
-    monkeypatch.setattr("shutil.which", lambda name: None)
-    assert start([*arguments, "--cluster", "slurm", "--out", str(tmp_path)]) == 2
-    assert "there is no Slurm here" in capsys.readouterr().err
-    # Submitit itself then finds no Slurm, and starts a local process.
-    monkeypatch.setattr("everlearn.experiments.executors.shutil.which", lambda name: "srun")
-    monkeypatch.setattr("submitit.slurm.slurm.SlurmExecutor.affinity", classmethod(lambda cls: -1))
-    assert start([*arguments, "--cluster", "slurm", "--out", str(tmp_path)]) == 0
-    assert len(results.load(tmp_path)) == 1
-
-
-def test_workers_equal_one_process(tmp_path):
-    arguments = ["--methods", "finetune,er", "--tasks", "2", "--epochs", "1", "--hidden", "16", "--threads", "1"]
-    for workers in ("1", "2"):
-        assert start(["run", *arguments, "--workers", workers, "--out", str(tmp_path / workers)]) == 0
-    local, parallel = (results.load(tmp_path / workers) for workers in "12")
-    assert [result.config for result in local] == [result.config for result in parallel]
-    assert all((a.accuracy == b.accuracy).all() for a, b in zip(local, parallel, strict=True))
 
 
 def test_all_classes_are_allowed_from_first_task():

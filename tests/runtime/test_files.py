@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 import stat
 import subprocess
 import sys
@@ -101,6 +102,46 @@ def test_a_lock_file_without_a_holder_blocks_nobody(age, tmp_path):
     with files.locked(tmp_path / "file"):
         pass
     assert time.monotonic() - start < 5 and not lock.exists()
+
+
+HOLDER = """if True:
+    import sys, time
+    from pathlib import Path
+    from everlearn.runtime import files
+    with files.exclusive_lock(Path(sys.argv[1])) as is_acquired:
+        print(is_acquired, flush=True)
+        time.sleep(600)
+"""
+
+
+def test_a_killed_process_releases_its_lock(tmp_path):
+    lock = tmp_path / "folder" / "lock"
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(lock)], stdout=subprocess.PIPE)
+    try:
+        assert holder.stdout.readline().strip() == b"True"
+        with files.exclusive_lock(lock) as is_acquired:
+            assert not is_acquired
+    finally:
+        holder.kill()
+        holder.communicate()
+    assert lock.exists()
+    with files.exclusive_lock(lock) as is_acquired:
+        assert is_acquired
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_does_not_hold_the_lock_of_its_parent(tmp_path):
+    with files.exclusive_lock(tmp_path / "lock"):
+        pid = os.fork()
+        if pid == 0:
+            time.sleep(600)
+            os._exit(0)
+    try:
+        with files.exclusive_lock(tmp_path / "lock") as is_acquired:
+            assert is_acquired
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from everlearn.results.result import load
 from everlearn.trainer import CheckpointEvery
 from everlearn.trainer.checkpoints import Checkpoints
 from everlearn.trainer.train import TaskTraining
+from tests.helpers import TRAINED
 
 STEPS = 12  # per task
 
@@ -99,7 +100,7 @@ def assert_equal_runs(reference, resumed_run):
         assert result.cost[key] == resumed.cost[key]
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", TRAINED)
 def test_every_method_resumes_exactly(name, run_with_kills):
     reference = run_with_kills(METHODS[name])
     # Killed in the first task, early and late in the second (after a pruning), and in its last step.
@@ -295,12 +296,15 @@ def test_unwritable_folder_is_reported(tmp_path):
         pass
 
 
-def test_disk_without_locks_does_not_stop_run(run_with_kills, monkeypatch):
-    def refuse(handle, wait):
-        raise OSError(errno.ENOSYS, "Function not implemented")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows has a different lock")
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK])
+def test_disk_without_locks_does_not_stop_run(code, run_with_kills, tmp_path, monkeypatch):
+    def refuse(handle, operation):
+        raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(everlearn.runtime.files, "_lock", refuse)
+    monkeypatch.setattr("fcntl.flock", refuse)
     run_with_kills(EWC)
+    assert [path.suffix for path in (tmp_path / "out").iterdir()] == [".json"]
 
 
 def test_resume_of_online_stream(run_with_kills, small_stream):

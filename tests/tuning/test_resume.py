@@ -10,7 +10,7 @@ import everlearn
 from everlearn import EWC
 from everlearn.trainer.settings import Training
 from everlearn.tuning import tune
-from everlearn.tuning.trials import StudyRunner
+from everlearn.tuning.trials import TrialRun
 from tests.tuning.studies import CHECKPOINTS, NEEDS_FORK, TRAINING, Harmful, digits, make_net, run_study, use_one_step
 
 SLOW = pytest.mark.slow
@@ -149,7 +149,7 @@ def kill_at_write(monkeypatch, index):
 
 def test_first_values_are_complete_after_kill(tmp_path, monkeypatch):
     # Only the values that are tried matter.
-    monkeypatch.setattr(StudyRunner, "_train", lambda *_: {"old": 0.5, "new": 0.5, "score": 0.5})
+    monkeypatch.setattr(TrialRun, "run", lambda *_: {"old": 0.5, "new": 0.5, "score": 0.5})
     stream = digits()
 
     def run_named_study(name, trials):

@@ -6,13 +6,13 @@ from everlearn import EWC
 from everlearn.runtime import files
 from everlearn.trainer.settings import Training
 from everlearn.tuning import tune
-from everlearn.tuning.trials import StudyRunner
+from everlearn.tuning.trials import TrialRun
 from tests.tuning.studies import TRAINING, digits, make_net
 
 
 @pytest.mark.parametrize("name", ["a?b", "a%3Fb {c}#d"])
 def test_folder_name_may_contain_special_characters(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(StudyRunner, "_train", lambda *_: {"old": 0.5, "new": 0.5, "score": 0.5})
+    monkeypatch.setattr(TrialRun, "run", lambda *_: {"old": 0.5, "new": 0.5, "score": 0.5})
     for trials in (1, 2):
         study = tune(make_net, EWC(), digits(), trials=trials, training=TRAINING, out=tmp_path / name)
         assert len(study.trials) == trials

@@ -23,7 +23,9 @@ def test_repeated_data_are_counted_once(deployment):
     assert repeated.old == [1] and torch.equal(repeated.held_out_sets[-1].x, first.held_out_sets[-1].x)
     assert 0 <= repeated.after[2] <= 1 and "are in earlier held-out sets, and count only there" in str(repeated)
     later = run_update(digits(2, 3, shift=1), training=QUICK, tolerance=100.0)
-    assert later.old == [1] and sum(score.examples for score in later.classes) == len(first.held_out_sets[-1])
+    num_examples = len(first.held_out_sets[-1])
+    assert later.old == [1] and sum(score.examples for score in later.classes) == num_examples
+    assert f"points ({num_examples} old examples)" in str(later), "the confidence interval counts them once"
 
 
 def test_examples_in_earlier_held_out_sets_count_only_there(deployment):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from everlearn.runtime.optional_imports import import_optional
 from everlearn.runtime.stdio import output_error, survive_closed_streams
 
 __all__ = ["main"]
@@ -13,14 +14,10 @@ def main() -> None:
     """Run the command given on the command line and exit with its code."""
     survive_closed_streams()  # a command finishes its work even if its output is not read
     try:
-        import cyclopts  # noqa: F401
-        import pydantic  # noqa: F401
-        import yaml  # noqa: F401
+        for package in ("cyclopts", "pydantic", "yaml"):
+            import_optional(package, "cli", "The command everlearn")
     except ImportError as missing:
-        print(
-            f"The everlearn command needs {missing.name}: install it with pip install 'everlearn[cli]'.",
-            file=sys.stderr,
-        )
+        print(f"everlearn: {missing}", file=sys.stderr)
         raise SystemExit(1) from None
     from everlearn.cli.app import start
     from everlearn.runtime.torchrun import run_distributed

@@ -109,8 +109,8 @@ def reproduce(
 ) -> int:
     """Run the protocol of a published table and print published and measured numbers side by side.
 
-    A cell counts as reproduced if the mean over seeds is within the larger of 1.5 points and two published standard
-    deviations. Repeat the command to resume runs that were stopped.
+    A cell counts as reproduced if the mean over seeds is within the larger of 1.5 points (or what the table
+    says) and two published standard deviations. Repeat the command to resume runs that were stopped.
 
     Args:
         table: Name of the table, as listed by 'everlearn list', or 'all'.

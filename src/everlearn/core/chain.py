@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import fields
+from itertools import permutations
 from typing import Any
 
 from torch import Tensor, nn
@@ -32,9 +33,10 @@ class Chain(Method):
         for method in methods:
             self.methods += methods_of(method)
 
-        for method in self.methods:
-            method.check_chain([other for other in self.methods if other is not method])
-
+        for method, other in permutations(self.methods, 2):
+            conflict = method.conflict_with(other)
+            if conflict:
+                raise ValueError(f"{type(method).__name__} and {type(other).__name__} cannot be chained: {conflict}")
         self._owner = {hook: self._find_owner(hook) for hook in ("task_loss", "predict")}
 
     def _find_owner(self, hook: str) -> Method:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, cast, get_type_hints
 
@@ -70,6 +70,9 @@ class Method:
     # Whether a plain model with the same weights gives the outputs of ``predict``. ``update`` deploys weights and
     # refuses methods that need more, such as hooks on the model, a sub-network per task or added units.
     deployable: ClassVar[bool] = True
+
+    # Whether each task trains a newly initialized network in place of the model's, as with a network per task.
+    reinitializes: ClassVar[bool] = False
 
     # Whether ``penalty`` uses the batch, or depends on the parameters only.
     penalty_uses_batch: ClassVar[bool] = True
@@ -191,12 +194,13 @@ class Method:
         """Facts for ``check``, by topic, such as which parameters the method protects. [merged]"""
         return {}
 
-    def check_chain(self, others: Sequence[Method]) -> None:
-        """Raise ValueError if the method cannot be combined with the others of a chain."""
-
     def changes(self, hook: str) -> bool:
         """Whether the class overrides the hook of this name."""
         return getattr(type(self), hook) is not getattr(Method, hook)
+
+    def conflict_with(self, other: Method) -> str:
+        """Why the method cannot be chained with another one, as a sentence; empty if it can."""
+        return ""
 
     @property
     def needs_batch(self) -> bool:

@@ -240,7 +240,7 @@ def check_finite(parameters: Mapping[str, Tensor]) -> None:
         )
 
 
-def matching(names: Iterable[str], only: str | Mapping[str, float] | None) -> dict[str, float]:
+def select_by_pattern(names: Iterable[str], only: str | Mapping[str, float] | None) -> dict[str, float]:
     """Select parameter names by pattern, with their weights.
 
     ``*`` matches any characters. A pattern that matches no name raises ValueError.
@@ -250,9 +250,9 @@ def matching(names: Iterable[str], only: str | Mapping[str, float] | None) -> di
         only: a pattern; a mapping from patterns to weights, of which the last match counts and weight 0 excludes; or
             None for all names.
 
-    >>> matching(["body.w", "head.w"], "body.*")
+    >>> select_by_pattern(["body.w", "head.w"], "body.*")
     {'body.w': 1.0}
-    >>> matching(["body.w", "head.w", "head.b"], {"*": 1.0, "head.*": 0.1, "*.b": 0})
+    >>> select_by_pattern(["body.w", "head.w", "head.b"], {"*": 1.0, "head.*": 0.1, "*.b": 0})
     {'body.w': 1.0, 'head.w': 0.1}
     """
     names = list(names)

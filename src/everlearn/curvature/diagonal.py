@@ -128,10 +128,6 @@ def to_device_of(tensor: Tensor, reference: Tensor) -> Tensor:
     return tensor.to(reference.device)
 
 
-# The former name, which methods/regularization/si.py imports.
-on = to_device_of
-
-
 def grown_sum(a: Tensor, b: Tensor) -> Tensor:
     """Add two tensors, each padded with zeros to the larger size along every axis.
 

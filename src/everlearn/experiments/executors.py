@@ -1,19 +1,22 @@
-"""Executors of grid runs: in this process, in worker processes, or on a Ray or Slurm cluster."""
+"""Executors of runs: in this process, in worker processes, or on a Ray or Slurm cluster."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import shutil
 import signal
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
+from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 
@@ -25,6 +28,8 @@ from everlearn.runtime.optional_imports import import_optional
 from everlearn.runtime.processes import end_with_parent
 from everlearn.runtime.stdio import survive_closed_streams
 
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 Cluster = Literal["ray", "slurm"]
 Outcome = Result | Exception
 RUN_ERRORS = (  # errors of a single run, which do not stop the others
@@ -36,6 +41,16 @@ RUN_ERRORS = (  # errors of a single run, which do not stop the others
     ImportError,
 )
 MAX_ATTEMPTS = 3  # for a run whose process dies
+
+
+class Run(Protocol[T_co]):
+    """What an executor runs: a run of a grid, or a trial of a study.
+
+    If a run has an attribute ``report``, a function, then a worker process calls that of the process that started it.
+    """
+
+    def run(self, force: bool) -> T_co:
+        """Run it and return its result; ``force`` repeats a run whose result exists."""
 
 
 class WorkerLost(OSError):
@@ -71,71 +86,189 @@ def outcomes(
         yield from _save_locally(runs, _run_on_ray(runs, workers, threads or 1, force))
     elif cluster == "slurm":
         yield from _save_locally(runs, _run_on_slurm(runs, workers, threads or 1, force))
-    elif workers > 1 and len(runs) > 1:
-        yield from _run_in_processes(runs, workers, threads or 1, force)
     else:
-        if threads is not None:
-            torch.set_num_threads(threads)
-        for index, run in enumerate(runs):
-            # Under torchrun an error must end all processes: none of them may continue alone.
-            if world_size() > 1:
-                yield index, run.run(force)
-            else:
-                yield index, execute(run, force)
+        yield from local_outcomes(runs, min(workers, len(runs)), threads, force)
+
+
+def local_outcomes(
+    runs: Iterable[Run[T]], workers: int, threads: int | None = None, force: bool = False, fork: bool = False
+) -> Iterator[tuple[int, T | Exception]]:
+    """Execute runs on this machine; yields (index, result or error) as each ends.
+
+    A run is taken from ``runs`` when a worker is free, so that it may depend on the outcomes before it.
+
+    Args:
+        runs: the runs.
+        workers: number of processes; 1 runs them in this process.
+        threads: torch threads per process; by default 1 per worker process.
+        force: whether to repeat runs whose results exist.
+        fork: fork this process for each run, so that runs share its memory and need not be pickled.
+    """
+    if workers > 1:
+        yield from _run_in_processes(runs, workers, threads or 1, force, fork)
+        return
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    for index, run in enumerate(runs):
+        # Under torchrun an error must end all processes: none of them may continue alone.
+        if world_size() > 1:
+            yield index, run.run(force)
+        else:
+            yield index, execute(run, force)
+
+
+@dataclass(frozen=True)
+class _RunningProcess:
+    """A process with its run, and the number of processes that the run has had."""
+
+    index: int
+    run: Any
+    process: Any
+    attempt: int
 
 
 def _run_in_processes(
-    runs: Sequence[GridRun], workers: int, threads: int, force: bool
-) -> Iterator[tuple[int, Outcome]]:
+    runs: Iterable[Run[T]], workers: int, threads: int, force: bool, fork: bool
+) -> Iterator[tuple[int, T | Exception]]:
     """Run in worker processes; a run whose process dies is tried again, the others are not affected."""
-    context = _process_context()
+    context = _fork_context() if fork else _forkserver_context()
+    next_runs = enumerate(runs)
+    running: dict[Any, _RunningProcess] = {}
+    idle: list[tuple[Any, Any]] = []
 
-    # A pool of one process per worker: if a process dies, only its own pool breaks.
-    def start_worker() -> ProcessPoolExecutor:
-        return ProcessPoolExecutor(1, context, _init_worker, (threads,))
+    def start_run(index: int, run: Run[T], attempt: int) -> None:
+        # A repeated attempt is not forced, so that it resumes from the last checkpoint.
+        force_attempt = force and attempt == 1
+        if idle:
+            pipe, process = idle.pop()
+        else:
+            pipe, worker_pipe = context.Pipe()
+            forked_run = (run, force_attempt) if fork else None
+            process = context.Process(target=_serve_runs, args=(worker_pipe, threads, forked_run))
+            process.start()
+            worker_pipe.close()
+        running[pipe] = _RunningProcess(index, run, process, attempt)
+        if not fork:
+            _send(pipe, (run, force_attempt))
 
-    pending = deque(range(len(runs)))
-    attempts = Counter[int]()
-    idle_workers = [start_worker() for _ in range(min(workers, len(runs)))]
-    running: dict[Future[Outcome], tuple[ProcessPoolExecutor, int]] = {}
     try:
-        while pending or running:
-            while idle_workers and pending:
-                worker = idle_workers.pop()
-                index = pending.popleft()
-                # A repeated attempt is not forced, so that it resumes from the last checkpoint.
-                force_attempt = force and not attempts[index]
-                running[worker.submit(execute, runs[index], force_attempt)] = worker, index
+        while True:
+            while len(running) < workers and (next_run := next(next_runs, None)) is not None:
+                start_run(*next_run, attempt=1)
+            if not running:
+                return
 
-            for future in wait(running, return_when=FIRST_COMPLETED).done:
-                worker, index = running.pop(future)
+            ready_pipes: list[Any] = wait(list(running))
+            for pipe in ready_pipes:
+                current = running[pipe]
                 try:
-                    outcome = future.result()
-                    idle_workers.append(worker)
-                except BrokenProcessPool:
-                    worker.shutdown(wait=False)
-                    idle_workers.append(start_worker())
-                    attempts[index] += 1
-                    if attempts[index] < MAX_ATTEMPTS:
-                        pending.append(index)
-                        continue
-                    outcome = WorkerLost(
+                    kind, content = _receive(pipe)
+                except (EOFError, OSError):
+                    kind, content = "died", None
+                if kind == "report":
+                    _send(pipe, current.run.report(*content))
+                    continue
+
+                del running[pipe]
+                if kind == "died" or fork:
+                    pipe.close()
+                    current.process.join()
+                else:
+                    idle.append((pipe, current.process))
+
+                if kind == "raised":
+                    raise content
+                if kind == "ended":
+                    yield current.index, content
+                elif current.attempt < MAX_ATTEMPTS:
+                    start_run(current.index, current.run, current.attempt + 1)
+                else:
+                    message = (
                         f"its process has died {MAX_ATTEMPTS} times, perhaps for lack of memory; repeat the command to "
                         "resume it, best with fewer --workers"
                     )
-                yield index, outcome
+                    yield current.index, WorkerLost(message)
     finally:
         # Also if the consumer stops iterating: start no further run and end those that are running.
-        busy_workers = [worker for worker, _ in running.values()]
-        for worker in busy_workers:
-            for process in (worker._processes or {}).values():
-                process.terminate()
-        for worker in [*idle_workers, *busy_workers]:
-            worker.shutdown(cancel_futures=True)
+        for current in running.values():
+            current.process.terminate()
+        for pipe, _ in idle:
+            pipe.close()
+        for process in [current.process for current in running.values()] + [process for _, process in idle]:
+            process.join()
 
 
-def _process_context() -> Any:
-    """Start method of worker processes: forkserver where available, because forking an active torch may hang."""
+def _send(pipe: Any, message: Any) -> None:
+    """Send a message; if the other process has died, the next read from its pipe fails."""
+    # The pickle of ``pipe.send`` would put tensors into shared memory, which ends with its process.
+    content = pickle.dumps(message)
+    with suppress(OSError):
+        pipe.send_bytes(content)
+
+
+def _receive(pipe: Any) -> Any:
+    return pickle.loads(pipe.recv_bytes())
+
+
+def _serve_runs(pipe: Any, threads: int, forked_run: tuple[Any, bool] | None) -> None:
+    """Execute a forked run, or those that arrive, in a process that ends with its parent."""
+    survive_closed_streams()
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signal_number, signal.SIG_DFL)
+    torch.set_num_threads(threads)
+    end_with_parent()
+
+    if forked_run is not None:
+        _send(pipe, _execute_in_worker(pipe, *forked_run))
+        return
+    with suppress(EOFError):  # the parent process closes the pipe
+        while True:
+            _send(pipe, _execute_in_worker(pipe, *_receive(pipe)))
+
+
+def _execute_in_worker(pipe: Any, run: Any, force: bool) -> tuple[str, Any]:
+    """Execute a run; returns the message for the parent process."""
+
+    def report(*arguments: Any) -> Any:
+        _send(pipe, ("report", arguments))
+        return _receive(pipe)
+
+    if hasattr(run, "report"):
+        run.report = report
+    try:
+        outcome = execute(run, force)
+        kind = "ended"
+    except Exception as error:  # noqa: BLE001 - raised again in the parent process
+        outcome = error
+        kind = "raised"
+    if isinstance(outcome, Exception):
+        outcome = _portable_error(outcome)
+    return kind, outcome
+
+
+def _portable_error(error: Exception) -> Exception:
+    """Return the error with its traceback as a note, or a RuntimeError if another process could not read it."""
+    remote_traceback = "".join(traceback.format_exception(error))
+    try:
+        portable_error: Exception = pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001 - errors of other packages may do anything here
+        portable_error = RuntimeError(f"{type(error).__name__}: {error}")
+    portable_error.add_note(f"In a worker process:\n{remote_traceback}")
+    return portable_error
+
+
+def _fork_context() -> Any:
+    if "fork" not in multiprocessing.get_all_start_methods() or torch.cuda.is_initialized():
+        raise ValueError(
+            "Several workers are forked, which is not possible on this system, or in a process that uses a GPU: set "
+            "workers=1."
+        )
+    return multiprocessing.get_context("fork")
+
+
+def _forkserver_context() -> Any:
+    """Fork workers from a fresh process where that is possible, because forking an active torch may hang."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     # Not every system has this module.
@@ -257,15 +390,7 @@ def _execute_with_threads(run: GridRun, threads: int, force: bool) -> Outcome:
     return execute(run, force)
 
 
-def _init_worker(threads: int) -> None:
-    """Set up a worker process, which ends with its parent and survives closed output streams."""
-    survive_closed_streams()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    torch.set_num_threads(threads)
-    end_with_parent()
-
-
-def execute(run: GridRun, force: bool) -> Outcome:
+def execute(run: Run[T], force: bool) -> T | Exception:
     """Execute a run; returns its result, or its error."""
     try:
         return run.run(force)

@@ -10,10 +10,12 @@ from functools import reduce
 from operator import add
 from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_type_hints
 
-import yaml
-from pydantic import TypeAdapter, ValidationError
-
 from everlearn.methods import METHODS
+from everlearn.runtime.optional_imports import imports_of_extra
+
+with imports_of_extra("cli", "A grid of runs"):
+    import yaml
+    from pydantic import TypeAdapter, ValidationError
 
 if TYPE_CHECKING:
     from everlearn.core.method import Method

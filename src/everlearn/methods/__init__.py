@@ -31,6 +31,7 @@ METHODS = LazyTable(
         "ranpac": "everlearn.methods.heads.ranpac:RanPAC",
         "klda": "everlearn.methods.heads.klda:KLDA",
         "fecam": "everlearn.methods.heads.fecam:FeCAM",
+        "slca": "everlearn.methods.heads.slca:SLCA",
     }
 )
 

@@ -9,7 +9,6 @@ import os
 import pickle
 import secrets
 import stat
-import sys
 import tempfile
 import zipfile
 import zlib
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from filelock import BaseFileLock, FileLock, Timeout
 
 # Errors of reading a damaged tensor file.
 DAMAGED = (
@@ -36,7 +36,8 @@ DAMAGED = (
 # Suffix of unfinished files, distinctive enough that no user's file has it.
 UNFINISHED_SUFFIX = ".everlearn-part"
 
-LOCK_IS_TAKEN = (errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES, errno.EDEADLK)
+# Errors of locking a file on a disk without locks.
+LOCKS_UNSUPPORTED = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
 def write(path: Path, *content: bytes | memoryview, mode: int | None = None) -> None:
@@ -48,6 +49,18 @@ def write(path: Path, *content: bytes | memoryview, mode: int | None = None) -> 
         mode: its permissions. By default those that ``open`` would give: an existing file keeps its permissions, and a
             new one follows the umask of the process.
     """
+    with replacing(path, mode) as file:
+        file.writelines(content)
+
+
+@contextmanager
+def replacing(path: Path, mode: int | None = None) -> Iterator[BinaryIO]:
+    """Open a file to write it atomically, piece by piece; it gets its name when the context ends without an error.
+
+    Args:
+        path: the file.
+        mode: its permissions, as for ``write``.
+    """
     if mode is None:
         with suppress(FileNotFoundError):
             mode = stat.S_IMODE(path.stat().st_mode) & 0o777
@@ -56,7 +69,7 @@ def write(path: Path, *content: bytes | memoryview, mode: int | None = None) -> 
         with os.fdopen(handle, "wb") as file:
             if mode is not None:
                 os.chmod(temporary, mode)  # before there is any content to read
-            file.writelines(content)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -118,22 +131,16 @@ def load(path: Path) -> Any:
 def locked(path: Path) -> Iterator[None]:
     """Wait for the exclusive lock of a file and hold it, to read, change and write the file.
 
-    The lock is a file in the same folder. The operating system releases it when its process ends, so it never expires.
-
     Args:
-        path: the file to protect.
+        path: the file to protect. The lock is a file in the same folder, removed at the end.
     """
-    lock = path.with_name(f".{path.name}.lock")
-    while True:
-        with exclusive_lock(lock, wait=True) as is_acquired:
-            if not is_acquired:
-                continue  # some systems stop waiting after a while
-            try:
-                yield
-            finally:
-                with suppress(OSError):  # some systems do not remove open files
-                    lock.unlink()
-            return
+    lock_file = path.with_name(f".{path.name}.lock")
+    with exclusive_lock(lock_file, wait=True):
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # some systems do not remove open files
+                lock_file.unlink()
 
 
 @contextmanager
@@ -146,55 +153,36 @@ def exclusive_lock(path: Path, wait: bool = False) -> Iterator[bool]:
     Args:
         path: the lock file. It is created with its folder if missing, and kept; the process that holds the lock may
             remove it as its last action.
-        wait: wait for the lock instead of yielding False at once.
+        wait: wait for the lock instead of yielding False.
     """
-    while True:
-        with _open_lock_file(path) as file:
-            try:
-                _lock(file.fileno(), wait)
-            except OSError as error:
-                if error.errno in LOCK_IS_TAKEN:
-                    yield False
-                    return
-            # The previous holder may have removed the file after it was opened here: then open the new one.
-            if _is_current_file(path, file.fileno()):
-                yield True  # closing the file releases the lock
-                return
+    # Without locks of the operating system, filelock would create a file that a killed process leaves for good.
+    lock = FileLock(path, fallback_to_soft=False)
+    is_acquired = _acquire(lock, wait)
+    try:
+        yield is_acquired
+    finally:
+        lock.release()
 
 
-def _open_lock_file(path: Path) -> BinaryIO:
-    """Open the file, created with its folder if missing; another process may remove the folder at any moment."""
+def _acquire(lock: BaseFileLock, wait: bool) -> bool:
+    """Acquire a lock and return whether it is free; another process may remove its folder at any moment."""
+    # A single attempt may find the file that the previous holder has just removed.
+    timeout = -1 if wait else 0.1
     for _ in range(100):
         try:
-            return path.open("ab")
-        except FileNotFoundError:
-            with suppress(OSError):
-                path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError:
+            lock.acquire(timeout)
+            return True
+        except Timeout:
+            return False
+        except (FileNotFoundError, FileExistsError):
+            continue  # the folder was removed after it was created
+        except OSError as error:
+            if error.errno in LOCKS_UNSUPPORTED:
+                return True
             break
-    writable_folder(path.parent)  # raises an error with the reason
-    return path.open("ab")
-
-
-def _is_current_file(path: Path, handle: int) -> bool:
-    """Check that an open file is still the one at its path: a lock on a removed file excludes nobody."""
-    if sys.platform == "win32":
-        return True  # Windows does not remove open files
-    try:
-        return os.path.samestat(os.fstat(handle), path.stat())
-    except FileNotFoundError:
-        return False
-
-
-def _lock(handle: int, wait: bool) -> None:
-    if sys.platform == "win32":
-        import msvcrt
-
-        msvcrt.locking(handle, msvcrt.LK_LOCK if wait else msvcrt.LK_NBLCK, 1)
-    else:
-        import fcntl
-
-        fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    writable_folder(Path(lock.lock_file).parent)  # raises an error with the reason
+    lock.acquire(timeout)
+    return True
 
 
 def writable_folder(folder: str | os.PathLike[str]) -> Path:

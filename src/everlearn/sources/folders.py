@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everlearn.runtime.optional_imports import import_optional
+from everlearn.runtime.optional_imports import imports_of_extra
 from everlearn.sources.labeled_data import Data, align_labels, hold_back
 
 IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff"}
@@ -97,8 +97,8 @@ def _is_image(path: Path) -> bool:
 
 def read_image(file: Path | IO[bytes], *, size: int | None = None, grayscale: bool = False) -> Tensor:
     """Read an image as bytes (channels, height, width), cropped to a square and scaled if a size is given."""
-    import_optional("PIL", "data", "Reading images")
-    from PIL import Image, ImageOps
+    with imports_of_extra("data", "Reading images"):
+        from PIL import Image, ImageOps
 
     mode = "L" if grayscale else "RGB"
     try:

@@ -40,6 +40,7 @@ class FrozenEntries:
         self.fully_locked: set[str] = set()
         self.buffers: Params = {}
         self.frozen_parameters: list[str] = []  # whose requires_grad was set to False
+        self._model_id: int | None = None  # distinguishes the model from its copies
         self._free_bits: Params = {}  # all bits set at free entries, none at locked ones
         self._locked_bits: Params = {}  # the bits of locked entries, zero at free ones
 
@@ -51,6 +52,7 @@ class FrozenEntries:
             masks: True at entries to lock, by name of the parameter.
         """
         self.unlock()
+        self._remember(weights)
         parameters = _by_name(weights)
         for name, mask in masks.items():
             if not mask.any():
@@ -66,6 +68,10 @@ class FrozenEntries:
             self._free_bits[name] = mask.to(_as_integers(value).dtype) - 1
             self._locked_bits[name] = _as_integers(value) & ~self._free_bits[name]
 
+    def _remember(self, weights: nn.Module | Params) -> None:
+        if isinstance(weights, nn.Module):
+            self._model_id = id(unwrap(weights))
+
     def unlock(self) -> None:
         """Unlock all entries; buffers stay locked."""
         self.masks = {}
@@ -74,17 +80,20 @@ class FrozenEntries:
         self._free_bits = {}
         self._locked_bits = {}
 
-    def lock_buffers(self, model: nn.Module, names: Iterable[str], evaluate: bool = True) -> None:
+    def lock_buffers(self, model: nn.Module, names: Iterable[str] | None = None, evaluate: bool = True) -> None:
         """Lock buffers at their current values.
 
         Args:
             model: the model.
-            names: names of the buffers.
+            names: names of the buffers; by default all.
             evaluate: whether layers whose running statistics are locked normalize by them, also under
                 ``model.train()``; otherwise by the statistics of each batch.
         """
+        self._remember(model)
         buffers = dict(unwrap(model).named_buffers())
-        locked_buffers = {name: buffers[name] for name in names}
+        locked_buffers = buffers
+        if names is not None:
+            locked_buffers = {name: buffers[name] for name in names}
         self.buffers |= {name: buffer.clone() for name, buffer in locked_buffers.items()}
         if not evaluate:
             return
@@ -167,17 +176,30 @@ class FrozenEntries:
                     f"and {self.owner}.restore_locked(model) after copying averaged weights into the model."
                 )
 
-    def release(self, model: nn.Module) -> None:
-        """Unlock everything, make frozen parameters trainable and remove the hooks, also those of a copied model."""
+    def detach(self, model: nn.Module) -> None:
+        """Make frozen parameters trainable and remove the hooks; unlock everything, unless the model is a copy.
+
+        What is locked belongs to the original, which may still be trained.
+        """
         parameters = all_parameters(model)
         for name in self.frozen_parameters:
             # A layer may have been replaced since.
             if name in parameters:
                 parameters[name].requires_grad_(True)
-        self.frozen_parameters = []
-        self.buffers = {}
-        self.unlock()
         remove_hooks(unwrap(model), self.owner, hold_statistics)
+        if id(unwrap(model)) == self._model_id:
+            self._forget()
+
+    def release(self, model: nn.Module) -> None:
+        """Detach from a model and unlock everything, also if it was locked in another model."""
+        self.detach(model)
+        self._forget()
+
+    def _forget(self) -> None:
+        self.unlock()
+        self.buffers = {}
+        self.frozen_parameters = []
+        self._model_id = None
 
 
 @torch.no_grad()

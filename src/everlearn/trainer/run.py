@@ -203,13 +203,13 @@ def _train_remaining(stream_training: StreamTraining, name: str, progress: bool 
     num_tasks = len(stream_training.stream)
     with tqdm(
         total=num_tasks,
-        initial=stream_training.at,
+        initial=stream_training.task_index,
         desc=name,
         unit="task",
         leave=False,
         disable=hide_bar(progress),
     ) as bar:
-        while stream_training.at < num_tasks:
+        while stream_training.task_index < num_tasks:
             stream_training.train()
             stream_training.close()
             bar.update()

@@ -77,7 +77,7 @@ class StreamTraining:
         self.split = split
         self.trackers = trackers
 
-        self.at = 0  # index of the task to train next, or of the one trained but not closed
+        self.task_index = 0  # of the task to train next, or of the one trained but not closed
         self.rows: list[list[float]] = []  # of the accuracy matrix
         self.examples: list[int] = []  # test examples of each task
         self.resumed_from = ""  # a description such as "task 2, step 11"
@@ -104,7 +104,7 @@ class StreamTraining:
         """Train on the next task."""
         resumed = self._task_state
         self._task_state = None
-        task_training = self._begin_task(self.stream[self.at], resumed)
+        task_training = self._begin_task(self.stream[self.task_index], resumed)
 
         # Groups that a method adds later are told apart by their index when the optimizer is rebuilt.
         if task_training.optimizer is not None and not isinstance(self._current_optimizer, Optimizer):
@@ -122,7 +122,7 @@ class StreamTraining:
             is_due = (
                 checkpoints is not None
                 and checkpoints.is_due()
-                and checkpoints.has_task_start(self.at)
+                and checkpoints.has_task_start(self.task_index)
                 and _state_shapes(self.model) == initial_shapes
             )
             # A checkpoint must not hold weights from after a loss that was not finite, and it counts logged steps.
@@ -130,7 +130,7 @@ class StreamTraining:
                 task_training.check_losses()
             self._log_losses(task_training)
             if is_due and checkpoints is not None:
-                checkpoints.write(self.at, task_training.step, self._state_within_task(task_training))
+                checkpoints.write(self.task_index, task_training.step, self._state_within_task(task_training))
         self._log_losses(task_training)
         self._clock.add(task_training.clock.seconds)
 
@@ -148,19 +148,19 @@ class StreamTraining:
 
     def close(self) -> None:
         """Consolidate the trained task and, unless the next one continues it, test on all tasks."""
-        task = self.stream[self.at]
-        later_tasks = self.stream.tasks[self.at + 1 :]
+        task = self.stream[self.task_index]
+        later_tasks = self.stream.tasks[self.task_index + 1 :]
         with self._clock("consolidate"), show_progress(self.training.progress):
             self.method.end_task(self.model, task)
 
         is_continued = bool(later_tasks) and task.id is not None and later_tasks[0].id == task.id
         if not (self.keep_optimizer or is_continued):
             self._current_optimizer = self.optimizer
-        self.at += 1
+        self.task_index += 1
 
         if is_continued:
             if self._checkpoints is not None and self._checkpoints.is_due():
-                self._checkpoints.write(self.at, 0, self._state())
+                self._checkpoints.write(self.task_index, 0, self._state())
             return
 
         self.rows.append(self._test(task))
@@ -169,7 +169,7 @@ class StreamTraining:
         self._cost_by_task["state_bytes"].append(state_bytes(self.method.state_dict()))
         self._cost_by_task["diagnostics"].append(self.method.diagnostics())
         if self._checkpoints is not None and later_tasks:
-            self._checkpoints.write(self.at, 0, self._state())
+            self._checkpoints.write(self.task_index, 0, self._state())
 
     def _state(self, task_training: TaskTraining | None = None) -> State:
         """Collect all that another process needs to resume, as tensors, numbers and lists of them."""
@@ -182,13 +182,13 @@ class StreamTraining:
             optimizer = optimizer_state(self._current_optimizer, self._num_initial_groups, self.model, self.method)
 
         return {
-            "at": self.at,
+            "task_index": self.task_index,
             "rows": self.rows,
-            "each": self._cost_by_task,
+            "cost_by_task": self._cost_by_task,
             "initial": self.initial_accuracy,
             "examples": self.examples,
             "seconds": dict(clock.seconds),
-            "told": self.trackers.step,
+            "tracker_step": self.trackers.step,
             "model": model_state(self.model),
             "method": self.method.state_dict(),
             "optimizer": optimizer,
@@ -218,17 +218,17 @@ class StreamTraining:
             self._current_optimizer = self.optimizer
 
         with _reject_on_error(checkpoints, within_task=task_state is not None):
-            latest = task_state or task_start or {}
-            self.at = latest["at"]
-            self.rows = latest["rows"]
-            self._cost_by_task = latest["each"]
-            self.initial_accuracy = latest["initial"]
-            self.examples = latest.get("examples", [])  # older checkpoints have none; every test sets it
-            self.resumed_from = f"task {self.at + 1}"
+            checkpoint = task_state or task_start or {}
+            self.task_index = checkpoint["task_index"]
+            self.rows = checkpoint["rows"]
+            self._cost_by_task = checkpoint["cost_by_task"]
+            self.initial_accuracy = checkpoint["initial"]
+            self.examples = checkpoint.get("examples", [])  # older checkpoints have none; every test sets it
+            self.resumed_from = f"task {self.task_index + 1}"
             if task_state is not None:
                 self.resumed_from += f", step {task_state['step'] + 1}"
-            self.trackers.step = latest["told"]
-            self._clock.add(latest["seconds"])
+            self.trackers.step = checkpoint["tracker_step"]
+            self._clock.add(checkpoint["seconds"])
 
     def _load(self, task_start: State) -> None:
         """Load model, method, optimizer and random states."""

@@ -143,7 +143,7 @@ class SharedStart:
                 random_states = get_random_states(self.device)
                 on_rows(training.rows)
                 restore_random_states(random_states)
-                if training.at == len(self.stream):
+                if training.task_index == len(self.stream):
                     return training
                 training.train()
                 training.close()
@@ -229,7 +229,7 @@ def fork_mismatch(training: StreamTraining) -> str:
         fork = training.fork()
     except (RuntimeError, TypeError) as error:
         return f"the model cannot be copied ({error})"
-    x = next(training.stream[training.at].examples(8)).to(device_of(training.model)).x
+    x = next(training.stream[training.task_index].examples(8)).to(device_of(training.model)).x
 
     parameters = list(training.model.parameters())
     values = [p.clone() for p in parameters]

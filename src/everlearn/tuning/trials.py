@@ -11,11 +11,10 @@ from statistics import fmean, quantiles
 from typing import Any
 
 from everlearn.core.method import Method
-from everlearn.experiments.executors import WorkerLost
+from everlearn.experiments.executors import WorkerLost, local_outcomes
 from everlearn.results.result import Result
 from everlearn.tuning.search_space import Dimension, Value, with_values
 from everlearn.tuning.shared_start import SharedStart, TrialPruned
-from everlearn.tuning.side_by_side import ReportScore, run_in_processes
 from everlearn.tuning.storage import ENDED_STATES
 
 RemoteRuns = Callable[[Sequence[tuple[Method, int]]], Iterable[tuple[int, Result | Exception]]]
@@ -56,6 +55,50 @@ class Trial:
 
 
 @dataclass
+class TrialRun:
+    """Run of a trial on this machine, for an executor.
+
+    Args:
+        starts: one per seed.
+        dimensions: the fields that are tuned.
+        values: their values.
+        report: called with a score and its step, in the process of the study; returns whether to prune the trial.
+    """
+
+    starts: Sequence[SharedStart]
+    dimensions: Sequence[Dimension]
+    values: Sequence[Value]
+    report: Callable[[float, int], bool]
+
+    def run(self, force: bool) -> dict[str, Any]:
+        """Train with the values, once per seed; returns the scores or the failure. Existing results are reused."""
+        results: list[Result] = []
+        num_tasks = len(self.starts[0].stream.test_tasks)
+        # Rows are passed again after each part of a task, and after resuming: report each step once.
+        reported_steps: set[int] = set()
+
+        def on_rows(rows: Sequence[Sequence[float]]) -> None:
+            for tasks_learned, row in enumerate(rows[: num_tasks - 1], 1):
+                step = len(results) * num_tasks + tasks_learned
+                if step not in reported_steps and self.report(fmean(row[:tasks_learned]), step):
+                    raise TrialPruned(f"pruned after task {tasks_learned}")
+                reported_steps.add(step)
+
+        try:
+            with_values(self.starts[0].method, self.dimensions, self.values)
+        except ValueError as error:
+            # The method does not accept these values together.
+            return {FAILURE_KEY: str(error)}
+        try:
+            for start in self.starts:
+                results.append(start.train_trial(self.values, on_rows))
+        except (TrialPruned, FloatingPointError) as error:
+            # A large strength can make the loss infinite.
+            return {FAILURE_KEY: str(error)}
+        return _mean_scores(results)
+
+
+@dataclass
 class StudyRunner:
     """Runs the trials of an Optuna study.
 
@@ -86,24 +129,32 @@ class StudyRunner:
 
     def run_trials(self, workers: int, run_remotely: RemoteRuns | None) -> Iterator[Trial]:
         """Yield each trial as it ends; a trial whose worker is lost stays open, and a later call resumes it."""
-        for trial, outcome in self._trial_outcomes(workers, run_remotely):
+        if run_remotely is None:
+            trial_outcomes = self._run_locally(workers)
+        else:
+            trial_outcomes = self._run_in_rounds(workers, run_remotely)
+        for trial, outcome in trial_outcomes:
             if isinstance(outcome, WorkerLost):
                 self.lost_workers.append(outcome)
             else:
                 yield self._record(trial, outcome)
 
-    def _trial_outcomes(self, workers: int, run_remotely: RemoteRuns | None) -> Iterator[tuple[Any, TrialOutcome]]:
-        """Run trials in this process, in worker processes, or remotely."""
-        if run_remotely is not None:
-            yield from self._run_in_rounds(workers, run_remotely)
-        elif workers > 1:
-            # Train the first task before processes are forked, so that they share it.
-            for start in self.starts:
-                start.prepare()
-            yield from run_in_processes(self._propose, self._train, self._should_prune, workers)
-        else:
+    def _run_locally(self, workers: int) -> Iterator[tuple[Any, TrialOutcome]]:
+        """Run trials in this process, or in processes that are forked after the first task, so that they share it."""
+        trials = []
+
+        def trial_runs() -> Iterator[TrialRun]:
             for trial, values in iter(self._propose, None):
-                yield trial, self._train(values, partial(self._should_prune, trial))
+                trials.append(trial)
+                if workers > 1:
+                    for start in self.starts:
+                        start.prepare()
+                yield TrialRun(self.starts, self.dimensions, values, partial(self._should_prune, trial))
+
+        for index, outcome in local_outcomes(trial_runs(), workers, fork=True):
+            if isinstance(outcome, Exception) and not isinstance(outcome, WorkerLost):
+                raise outcome
+            yield trials[index], outcome
 
     def _run_in_rounds(self, workers: int, run_remotely: RemoteRuns) -> Iterator[tuple[Any, TrialOutcome]]:
         """Run ``workers`` trials at a time remotely; the next round starts when all have ended."""
@@ -164,33 +215,6 @@ class StudyRunner:
 
     def _suggest_values(self, trial: Any) -> tuple[Any, list[Value]]:
         return trial, [dimension.suggest(trial) for dimension in self.dimensions]
-
-    def _train(self, values: Sequence[Value], should_prune: ReportScore) -> dict[str, Any]:
-        """Train with these values, once per seed; returns the scores or the failure."""
-        results: list[Result] = []
-        num_tasks = len(self.starts[0].stream.test_tasks)
-        # Rows are passed again after each part of a task, and after resuming: report each step once.
-        reported_steps: set[int] = set()
-
-        def on_rows(rows: Sequence[Sequence[float]]) -> None:
-            for tasks_learned, row in enumerate(rows[: num_tasks - 1], 1):
-                step = len(results) * num_tasks + tasks_learned
-                if step not in reported_steps and should_prune(fmean(row[:tasks_learned]), step):
-                    raise TrialPruned(f"pruned after task {tasks_learned}")
-                reported_steps.add(step)
-
-        try:
-            with_values(self.starts[0].method, self.dimensions, values)
-        except ValueError as error:
-            # The method does not accept these values together.
-            return {FAILURE_KEY: str(error)}
-        try:
-            for start in self.starts:
-                results.append(start.train_trial(values, on_rows))
-        except (TrialPruned, FloatingPointError) as error:
-            # A large strength can make the loss infinite.
-            return {FAILURE_KEY: str(error)}
-        return _mean_scores(results)
 
     def _should_prune(self, trial: Any, score: float, step: int) -> bool:
         """Record the score at a step and decide on pruning; a resumed trial gets the recorded decision."""

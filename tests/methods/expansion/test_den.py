@@ -567,3 +567,19 @@ def test_it_forgets_less_than_fine_tuning(small_stream):
 def test_shares_over_one_are_refused():
     with pytest.raises(ValueError, match=r"their sum 1\.2 is over 1"):
         DEN(fit=0.6)
+
+
+def test_averaged_weights_leave_locked_entries_if_they_are_restored(small_stream):
+    stream = small_stream()
+    model, method = learned(stream, tasks=2, net="cnn", threshold=0.0)
+    method.begin_task(model, stream[2])
+    weights = method._shared_weights(model)
+    expected = {name: w.detach().clone() for name, w in weights.items()}
+    assert any(":" in name for name in expected), "units of earlier tasks are locked, too"
+    buffers = {name: v.clone() for name, v in model.named_buffers()}
+    with torch.no_grad():
+        for v in [*weights.values(), *model.buffers()]:
+            v.add_(1)
+    method.restore_locked(model)
+    assert all(torch.equal(w, expected[name]) for name, w in method._shared_weights(model).items())
+    assert all(torch.equal(v, buffers[name]) for name, v in model.named_buffers())

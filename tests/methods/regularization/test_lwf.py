@@ -320,6 +320,27 @@ def test_only_new_outputs_move_during_the_warm_up(optimizer, scenario):
     train(model, method, Task(stream[1].train, id=1, allowed=stream[1].allowed), optimizer=optimizer, iterations=1)
 
 
+class Scale(nn.Module):
+    """Multiply by a trainable scalar without dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x):
+        return self.factor * x
+
+
+def test_a_scalar_parameter_is_locked_during_the_warm_up():
+    stream = streams.digits("task")
+    model = nn.Sequential(nn.Flatten(), Scale(), nn.Linear(64, stream.outputs))
+    method = LwF(warmup=5)
+    train(model, method, stream[0], iterations=2)
+    factor = model[1].factor.item()
+    train(model, method, stream[1], iterations=5)
+    assert model[1].factor.item() == factor != 2.0
+
+
 def test_all_parameters_move_after_the_warm_up():
     stream = streams.digits("task")
     model = nets.mlp(stream.inputs, stream.outputs, hidden=(8,))

@@ -101,7 +101,18 @@ class Freeze(Method):
 
     def detach(self, model: nn.Module) -> None:
         """Make everything trainable again."""
-        self._frozen.release(model)
+        self._frozen.detach(model)
+
+    def conflict_with(self, other: Method) -> str:
+        """Refuse another Freeze, and methods that reinitialize the model, which would be frozen untrained."""
+        if isinstance(other, Freeze):
+            return 'each would undo the other. Use one: Freeze() also freezes what Freeze("statistics") does.'
+        if other.reinitializes:
+            return (
+                f"{type(other).__name__} trains a new network in each task, and Freeze would freeze it untrained. "
+                f"Leave Freeze out: {type(other).__name__} freezes the networks of earlier tasks itself."
+            )
+        return ""
 
     def _check_tied_weights(self, model: nn.Module) -> None:
         """Raise before training if the output layer shares a parameter with a layer that will be frozen."""

@@ -134,11 +134,8 @@ class Expansion(Isolation):
 
     def detach(self, model: nn.Module) -> None:
         """Remove the added units and unlock all entries: the model of the first task, with the last output layer."""
-        inner = unwrap(model)
-        if self._added_units is not None and self._added_units.is_attached_to(inner):
-            self._locks.release(model)
-        # A copy of the trained model has hooks only; the locks belong to the original.
-        remove_hooks(inner, type(self).__name__)
+        self._locks.detach(model)
+        remove_hooks(unwrap(model), type(self).__name__)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state; the next ``begin_task`` or ``predict`` attaches its units to the model."""
@@ -281,7 +278,7 @@ class Expansion(Isolation):
 
         # Entries are locked, not frozen: without gradients, torch's transformers use kernels that round differently.
         self._locks.lock(model, self.protected_entries(model, len(self.tasks)))
-        self._locks.lock_buffers(model, {name for name, _ in unwrap(model).named_buffers()})
+        self._locks.lock_buffers(model)
 
     def _start_guard(self, task: Task, planned_steps: int | None) -> None:
         """Start checking the training loop of a task."""

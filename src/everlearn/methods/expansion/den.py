@@ -128,8 +128,7 @@ class DEN(PartialTraining):
 
         self._start_guard(as_task(task), planned_steps)
         self._phase_ends = {} if planned_steps is None else self._plan_phases(planned_steps)
-        self._lock_statistics(model)
-        self._apply_locks(model)
+        self._restart_locks(model)
         self._attach_units(model)
 
     def _plan_phases(self, planned_steps: int) -> dict[str, int]:

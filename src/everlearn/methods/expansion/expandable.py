@@ -66,6 +66,7 @@ class ExpandableRepresentation(FeatureReplay):
     )
 
     deployable: ClassVar[bool] = False  # the model is only the newest of several extractors
+    reinitializes: ClassVar[bool] = True
 
     policy: Literal["herding", "balanced", "reservoir", "ring"] = field(  # type: ignore[assignment]
         default="herding", kw_only=True

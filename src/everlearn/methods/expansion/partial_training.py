@@ -111,11 +111,12 @@ class PartialTraining(Expansion):
         # Weights that another method has frozen since are not among the shared ones.
         self._locks.lock(shared, {name: mask for name, mask in self.lock_masks.items() if name in shared})
 
-    def _lock_statistics(self, model: nn.Module) -> None:
-        """Lock the buffers of the model, such as running statistics, from the second task on."""
+    def _restart_locks(self, model: nn.Module) -> None:
+        """Lock the masked entries of W and, from the second task on, buffers such as running statistics."""
         self._locks.release(model)
         if len(self.tasks) > 1:
-            self._locks.lock_buffers(model, {name for name, _ in unwrap(model).named_buffers()})
+            self._locks.lock_buffers(model)
+        self._apply_locks(model)
 
     def _remove_zero_units(self, added_units: AddedUnits) -> None:
         """Remove the new units whose incoming weights the group lasso has made zero."""

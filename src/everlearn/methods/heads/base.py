@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import os
 import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -15,25 +13,29 @@ from torch import Tensor, nn
 
 from everlearn.core.batch import Batch
 from everlearn.core.check import format_bytes
-from everlearn.core.data_source import unlisted
-from everlearn.core.forward import arguments
-from everlearn.core.likelihood import Categorical
 from everlearn.core.method import Method
-from everlearn.core.parameters import evaluating, grown, refuse_sharded, unwrap
+from everlearn.core.parameters import grown, refuse_sharded, unwrap
 from everlearn.core.task import Task, as_task
-from everlearn.curvature.progress import PassProgress
+from everlearn.methods.heads.statistics import (
+    PASS_BATCH_SIZE,
+    Statistics,
+    add_sums,
+    as_float64,
+    check_classes,
+    features_of,
+    grow_statistic,
+    iterate_features,
+    match_labels,
+    sum_statistics,
+)
 from everlearn.runtime import distributed
 from everlearn.surgery.feature_head import FeatureHead, RandomFourier, RandomReLU, feature_head, replace_output
-from everlearn.surgery.features import FeatureRecorder, compute_features
+from everlearn.surgery.features import FeatureRecorder
 from everlearn.surgery.freezing import FrozenEntries
 from everlearn.surgery.heads import grow_output, output_layer
 
-PASS_BATCH_SIZE = 256
-
 # Logit of a class without examples: finite, so that a loss stays a number, and below all others.
 UNSEEN_LOGIT = -1e30
-
-Statistics = dict[str, Tensor]
 
 
 @dataclass(eq=False)
@@ -94,15 +96,15 @@ class FrozenHead(Method):
             return self.online
         return super().changes(hook)
 
-    def check_chain(self, others: Sequence[Method]) -> None:
-        """Raise if another method would train the model that this one has frozen."""
-        for other in others:
-            if other.trains or isinstance(other, FrozenHead):
-                name = type(self).__name__
-                raise ValueError(
-                    f"{name} freezes the model and computes its output layer, and {type(other).__name__} would train "
-                    f"them: use {name} alone, or with adapt_first=True to train the model on the first task."
-                )
+    def conflict_with(self, other: Method) -> str:
+        """Refuse methods that would train the model, or compute its output layer too."""
+        if not other.trains and not isinstance(other, FrozenHead):
+            return ""
+        name = type(self).__name__
+        return (
+            f"{name} freezes the model and computes its output layer. Use it alone, or as {name}(adapt_first=True) to "
+            "train the model on the first task."
+        )
 
     # What a subclass defines.
 
@@ -118,11 +120,7 @@ class FrozenHead(Method):
             y: their classes.
             sign: 1 or -1.
         """
-        num_classes = max(int(y.max()) + 1, len(self.statistics.get("counts", ())))
-        counts = self._statistic("counts", h, num_classes)
-        sums = self._statistic("sums", h, num_classes, h.shape[1])
-        counts.index_add_(0, y, h.new_full((len(y),), sign))
-        sums.index_add_(0, y, h, alpha=sign)
+        add_sums(self.statistics, type(self).__name__, h, y, sign)
 
     def statistics_settings(self) -> dict[str, Any]:
         """Return the fields that the statistics depend on, which must not change with a stored state."""
@@ -201,7 +199,7 @@ class FrozenHead(Method):
 
     def detach(self, model: nn.Module) -> None:
         """Unfreeze the model; its output layer stays."""
-        self._frozen.release(model)
+        self._frozen.detach(model)
         _, head = feature_head(model, self.output)
         head.requires_grad_(True)
         self._recorder.remove(unwrap(model))
@@ -270,6 +268,7 @@ class FrozenHead(Method):
     def _freeze(self, model: nn.Module) -> None:
         """Freeze the model, and raise if its features have changed since the first statistics."""
         name, head = feature_head(model, self.output)
+        self._frozen.release(model)
         self._frozen.freeze_features(model, f"{name}.output" if isinstance(head, FeatureHead) else name)
         head.requires_grad_(False)
         checksum = _feature_checksum(unwrap(model), name)
@@ -286,7 +285,7 @@ class FrozenHead(Method):
     @torch.no_grad()
     def _collect(self, model: nn.Module, task: Task, sign: float) -> None:
         """Pass over a task once; if that fails, the statistics are those of before."""
-        device = next(model.parameters()).device
+        name, _ = feature_head(model, self.output)
         previous = self.statistics
         is_shared = self.is_additive and distributed.world_size() > 1
 
@@ -295,53 +294,25 @@ class FrozenHead(Method):
         if not is_shared:
             self.statistics = {key: value.clone() for key, value in previous.items()}
         try:
-            progress = PassProgress(task, "features")
-            with progress:
-                for batch in task.examples(PASS_BATCH_SIZE, shared=is_shared):
-                    batch = batch.to(device)
-                    self._add_features(self.compute_features(model, batch.x), batch.labels(), sign)
-                    progress.finish_batch(len(batch))
+            for features, labels in iterate_features(model, name, task, is_shared):
+                self._add_features(features, labels, sign)
             if is_shared:
-                self.statistics = _sum_statistics(self.statistics, previous)
+                self.statistics = sum_statistics(self.statistics, previous)
         except BaseException:
             self.statistics = previous
             raise
 
-    @torch.no_grad()
     def compute_features(self, model: nn.Module, x: Any) -> Tensor:
         """Return the features φ of some inputs, in evaluation mode."""
-        inner = unwrap(model)
         name, _ = feature_head(model, self.output)
-        args, kwargs = arguments(inner, unlisted(x))
-        with evaluating(model):
-            return compute_features(inner, name, *args, **kwargs)
+        return features_of(model, name, x)
 
     def _add_features(self, features: Tensor, y: Tensor, sign: float) -> None:
         """Add the features of labeled examples or tokens to the statistics."""
-        if features.dim() == y.dim():
-            raise ValueError(
-                f"Features of shape {tuple(features.shape)} have no vector for each of the labels of shape "
-                f"{tuple(y.shape)}: name the output layer, output=…."
-            )
-        features = features.flatten(0, -2)
-        labels = y.flatten()
-        if len(features) != len(labels):
-            raise ValueError(
-                f"There are {len(features)} feature vectors for {len(labels)} labels: the output layer must be called "
-                "once for each label. Name the right layer, output=…."
-            )
-
-        # Ignored labels are negative (-100).
-        is_labeled = labels >= 0
-        h = self.represent(features[is_labeled])
-        if not h.isfinite().all():
-            raise ValueError(
-                f"{type(self).__name__} got features that are not finite numbers: look for NaN in the inputs, or for "
-                "weights that overflow in half precision."
-            )
-        if len(h):
+        features, labels = match_labels(features, y, type(self).__name__)
+        if len(labels):
             self.settings = self.statistics_settings()
-            self.add(h, labels[is_labeled], sign)
+            self.add(self.represent(features), labels, sign)
 
     def represent(self, features: Tensor) -> Tensor:
         """Return h, the representation whose statistics are kept, in float64.
@@ -349,12 +320,10 @@ class FrozenHead(Method):
         Args:
             features: inputs of the output layer, a row per example.
         """
-        # MPS has no float64.
-        device = torch.device("cpu") if features.device.type == "mps" else features.device
-        h = features.to(device, torch.float64)
+        h = as_float64(features)
         if self.normalize:
             h = F.normalize(h, dim=-1)
-        random_features = self._get_random_features(h.shape[1], device)
+        random_features = self._get_random_features(h.shape[1], h.device)
         if random_features is None:
             return h
         represented: Tensor = random_features(h)
@@ -378,14 +347,7 @@ class FrozenHead(Method):
 
     def _statistic(self, key: str, like: Tensor, *shape: int) -> Tensor:
         """Return a sum, created with zeros or grown to this shape."""
-        value = self.statistics.get(key)
-        if value is None:
-            num_bytes = 8 * int(torch.Size(shape).numel())
-            _check_memory(f"{type(self).__name__}.{key} of shape {shape}", num_bytes)
-            value = like.new_zeros(shape, dtype=torch.float64)
-        # A state may have been saved on another device than the model's.
-        self.statistics[key] = grown(value.to(like.device), shape)
-        return self.statistics[key]
+        return grow_statistic(self.statistics, type(self).__name__, key, like, *shape)
 
     def _check_learned(self, task: Task) -> None:
         """Raise unless as many examples of every class were learned as are to be forgotten."""
@@ -412,12 +374,7 @@ class FrozenHead(Method):
 
     def _check_likelihood(self, task: Any) -> None:
         """Raise unless the labels are classes."""
-        likelihood = getattr(task, "likelihood", None)
-        if likelihood is not None and not isinstance(likelihood, Categorical):
-            raise ValueError(
-                f"{type(self).__name__} keeps statistics by class, and the labels of {task} are {likelihood}: give "
-                "classes, one for each example."
-            )
+        check_classes(task, type(self).__name__)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the state of a head with the same settings."""
@@ -442,34 +399,6 @@ class FrozenHead(Method):
         return facts
 
 
-def _sum_statistics(local: Statistics, previous: Statistics) -> Statistics:
-    """Sum the statistics of all processes, and add those of before.
-
-    Args:
-        local: of this process; without any keys if it had no examples.
-        previous: the same in all processes.
-    """
-    # Processes may have seen different classes.
-    shapes: dict[str, torch.Size] = {}
-    for statistics in distributed.all_gather_object({key: value.shape for key, value in local.items()}):
-        for key, shape in statistics.items():
-            largest = [max(sizes) for sizes in zip(shape, shapes.get(key, shape), strict=True)]
-            shapes[key] = torch.Size(largest)
-
-    device = next(iter({**local, **previous}.values()), torch.zeros(0)).device
-    total = {}
-    for key, shape in shapes.items():
-        zeros = torch.zeros(shape, dtype=torch.float64, device=device)
-        total[key] = grown(local.get(key, zeros), shape).clone()
-    distributed.all_reduce_(total.values())
-
-    for key, value in previous.items():
-        shape = total.get(key, value).shape
-        largest_shape = [max(sizes) for sizes in zip(shape, value.shape, strict=True)]
-        total[key] = grown(total.get(key, value.new_zeros(shape)), largest_shape) + grown(value, largest_shape)
-    return total
-
-
 def _feature_checksum(model: nn.Module, name: str) -> int:
     """Compute a checksum of all weights and buffers outside the output layer."""
     state = model.state_dict()
@@ -482,15 +411,3 @@ def _checksum(tensors: Any) -> int:
         content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
         checksum = zlib.crc32(content.data, checksum)
     return checksum
-
-
-def _check_memory(description: str, num_bytes: int) -> None:
-    """Raise if a tensor and a second one of its size, for the computation, do not fit into the free memory."""
-    if not hasattr(os, "sysconf") or "SC_AVPHYS_PAGES" not in os.sysconf_names:
-        return
-    free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if 2 * num_bytes > free_bytes:
-        raise MemoryError(
-            f"{description} needs {format_bytes(num_bytes)}, and as much again to solve for the output layer; "
-            f"{format_bytes(free_bytes)} are free: choose a smaller dimension."
-        )

@@ -14,6 +14,7 @@ from everlearn.core.hyperparameters import NonNegative, Range
 from everlearn.core.method import Method
 from everlearn.core.traits import Traits
 from everlearn.methods.heads.base import UNSEEN_LOGIT, FrozenHead
+from everlearn.methods.heads.statistics import add_products, mean_and_covariance
 from everlearn.surgery.heads import output_layer
 
 
@@ -74,11 +75,7 @@ class FeCAM(FrozenHead):
     def add(self, h: Tensor, y: Tensor, sign: float) -> None:
         """Add n, s and Σ hhᵀ of each class."""
         super().add(h, y, sign)
-        num_classes, num_features = self.statistics["sums"].shape
-        products = self._statistic("products", h, num_classes, num_features, num_features)
-        for c in y.unique().tolist():
-            rows = h[y == c]
-            products[c].addmm_(rows.T, rows, alpha=sign)
+        add_products(self.statistics, "FeCAM", h, y, sign)
         self._metrics = None
 
     def write_head(self, model: nn.Module) -> None:
@@ -101,8 +98,7 @@ class FeCAM(FrozenHead):
         identity = torch.eye(self.statistics["sums"].shape[1]).to(count)
         if count < 1.5:
             return identity
-        mean = self.statistics["sums"][c] / count
-        covariance = (self.statistics["products"][c] - count * mean.outer(mean)) / (count - 1)
+        mean, covariance = mean_and_covariance(self.statistics, c)
 
         variance = covariance.diagonal().mean()
         num_pairs = max(1, len(covariance) * (len(covariance) - 1))

@@ -30,7 +30,7 @@ class KLDA(FrozenHead):
     Args:
         dimension: D, the number of random features.
         sigma: σ, the variance of ω is 2σ.
-        shrinkage: ε of the covariance.
+        shrinkage: ε of the covariance; small, because h has a variance of about 1/D.
         seed: of the random features; they are part of the model, and must not change.
     """
 
@@ -45,7 +45,7 @@ class KLDA(FrozenHead):
 
     dimension: Annotated[int, Range(1)] = 5000
     sigma: Annotated[float, Range(1e-9), Search(1e-3, 10)] = 0.1
-    shrinkage: Annotated[float, Range(0, 1), Search(1e-8, 0.5)] = 1e-4
+    shrinkage: Annotated[float, Range(0, 1), Search(1e-9, 0.1)] = 1e-6
     seed: int = 0
 
     def make_random_features(self, num_features: int) -> RandomFourier:

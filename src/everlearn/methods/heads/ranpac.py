@@ -10,13 +10,16 @@ from torch import Tensor
 
 from everlearn.core.hyperparameters import NonNegative, Range
 from everlearn.core.traits import Traits
-from everlearn.methods.heads.base import FrozenHead, Statistics
+from everlearn.methods.heads.base import FrozenHead
+from everlearn.methods.heads.statistics import Statistics
 from everlearn.runtime.randomness import generator
 from everlearn.surgery.feature_head import RandomReLU
 
-# λ/M is selected on this many of the random features: it hardly depends on M, and a small system is quick to solve.
+# λ is selected on this many of the random features: it hardly depends on M, and a small system is quick to solve.
 SELECTION_DIMENSION = 1000
-RIDGE_GRID = tuple(10.0**exponent for exponent in torch.arange(-6, 4.5, 0.5).tolist())
+
+# Multiples of the mean square of a random feature.
+RIDGE_GRID = tuple(10.0 ** (tenth / 10) for tenth in range(-80, 41))
 
 
 @dataclass(eq=False)
@@ -33,8 +36,8 @@ class RanPAC(FrozenHead):
         R ← R - RHᵀ (I + HRHᵀ)⁻¹ HR,   W = R C
 
     λ: a number; or "gcv", the λ of the smallest generalized cross-validation error N·SSE(λ)/(N - tr((G + λI)⁻¹G))²,
-    which needs only the sums, so that the order of tasks does not matter. λ/M is selected on the first thousand random
-    features. The authors hold out a fifth of the current task instead, whose λ depends on the last task.
+    which needs only the sums, so that the order of tasks does not matter. It is computed on the first thousand random
+    features. The authors hold out a fifth of the current task instead, so that λ depends on the last task.
 
     Args:
         dimension: M, the number of random features; the authors use 10,000. 0 for the features themselves.
@@ -126,31 +129,23 @@ def solve_ridge(products: Tensor, sums: Tensor, ridge: float) -> Tensor:
 def select_ridge(statistics: Statistics) -> float:
     """Return the λ of the smallest generalized cross-validation error, from the sums alone.
 
-        SSE(λ) = N - tr(WᵀC) - λ‖W‖²,   degrees of freedom = M - λ tr((G + λI)⁻¹)
+        G = U diag(s) Uᵀ,   q_j = ‖u_jᵀ C‖²
+        SSE(λ) = N - Σ_j q_j (s_j + 2λ)/(s_j + λ)²,   tr((G + λI)⁻¹G) = Σ_j s_j/(s_j + λ)
 
     Args:
         statistics: counts, sums and products.
     """
     num_examples = float(statistics["counts"].sum())
     num_selected = min(SELECTION_DIMENSION, len(statistics["products"]))
-    products = statistics["products"][:num_selected, :num_selected]
-    sums = statistics["sums"][:, :num_selected]
-    identity = torch.eye(num_selected, dtype=torch.float64, device=products.device)
+    eigenvalues, eigenvectors = torch.linalg.eigh(statistics["products"][:num_selected, :num_selected])
+    s = eigenvalues.clamp(min=0)
+    q = (statistics["sums"][:, :num_selected] @ eigenvectors).square().sum(0)
 
-    # Relative to the mean square of a feature, so that the scale of the features does not matter.
-    scale = float(products.diagonal().mean())
-    errors = {}
-    for relative_ridge in RIDGE_GRID:
-        ridge = relative_ridge * scale
-        factor = _factorize(products, ridge)
-        weight = torch.cholesky_solve(sums.T, factor)
-        squared_error = num_examples - float((weight * sums.T).sum() + ridge * weight.square().sum())
-        inverse_trace = float(torch.linalg.solve_triangular(factor, identity, upper=False).square().sum())
-        residual_freedom = num_examples - num_selected + ridge * inverse_trace
-        errors[ridge] = num_examples * squared_error / residual_freedom**2
-
-    best_ridge = min(errors, key=lambda ridge: errors[ridge])
-    return float(best_ridge * len(statistics["products"]) / num_selected)
+    ridges = float(s.mean()) * torch.tensor(RIDGE_GRID, dtype=torch.float64, device=s.device)[:, None]
+    squared_errors = num_examples - (q * (s + 2 * ridges) / (s + ridges).square()).sum(1)
+    freedom = (s / (s + ridges)).sum(1)
+    errors = num_examples * squared_errors / (num_examples - freedom).square()
+    return float(ridges[errors.argmin()])
 
 
 def _factorize(products: Tensor, ridge: float) -> Tensor:

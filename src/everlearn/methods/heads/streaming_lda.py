@@ -10,7 +10,8 @@ from torch import Tensor
 
 from everlearn.core.hyperparameters import Range, Search
 from everlearn.core.traits import Traits
-from everlearn.methods.heads.base import FrozenHead, Statistics
+from everlearn.methods.heads.base import FrozenHead
+from everlearn.methods.heads.statistics import Statistics
 
 
 @dataclass(eq=False)

@@ -97,7 +97,7 @@ class GatedUnits(Isolation):
 
     def detach(self, model: nn.Module) -> None:
         """Remove the gates and unlock everything; the model then uses the units of all tasks."""
-        self._locks.release(model)
+        self._locks.detach(model)
         remove_hooks(unwrap(model), type(self).__name__)
 
     # Batches of an epoch.

@@ -149,7 +149,7 @@ class PackNet(WeightOwners):
 
     def detach(self, model: nn.Module) -> None:
         """Unlock everything; the model stays the sub-network of the last task."""
-        self._locks.release(model)
+        self._locks.detach(model)
 
     def _subnetwork(self, model: nn.Module, k: int) -> Params:
         """Return the parameters and buffers of task k, counted from 0; owners count from 1."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -67,6 +67,8 @@ class PNN(Isolation):
         zero_forgetting=True,
         grows=True,
     )
+
+    reinitializes: ClassVar[bool] = True
 
     laterals: Literal["adapter", "linear", "none"] = "adapter"
     factory: Callable[[], nn.Module] | None = None

@@ -18,9 +18,9 @@ from everlearn.core.parameters import (
     check_finite,
     evaluating,
     is_sharded,
-    matching,
     refuse_meta,
     remembered_parameters,
+    select_by_pattern,
     sharded_like,
     trainable_parameters,
 )
@@ -97,7 +97,7 @@ class QuadraticPenalty(Method):
         """Return which parameters are penalized, now or at the end of the task."""
         parameters = all_parameters(model)
         trainable = trainable_parameters(model)
-        weights = matching(parameters, self.only)
+        weights = select_by_pattern(parameters, self.only)
         selected = [n for n in trainable if n in weights]
         skipped = [n for n in trainable if n not in weights]
         facts = {"penalized": describe_parameters(selected, parameters)}
@@ -207,7 +207,7 @@ class QuadraticPenalty(Method):
         if any(map(is_sharded, parameters.values())):
             form = _shard_form(form, parameters)
 
-        weights = matching(parameters, self.only)
+        weights = select_by_pattern(parameters, self.only)
         _check_form(form, parameters, trainable)
         if self.quadratic.anchor:
             # Raises where a layer has changed in anything but its number of outputs.

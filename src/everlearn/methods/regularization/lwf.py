@@ -22,10 +22,11 @@ from everlearn.methods.regularization.teacher import (
     check_student_outputs,
     distillation_groups,
     divergence_terms,
+    find_teacher_conflict,
     snapshot_teacher,
     teacher_outputs,
 )
-from everlearn.methods.regularization.warmup import train_new_outputs
+from everlearn.methods.regularization.warmup import lock_all_but_new_outputs
 from everlearn.surgery.freezing import FrozenEntries
 
 
@@ -99,9 +100,10 @@ class LwF(Method):
             self.warmup_steps = 0
 
         # A resumed task continues its warm-up for the remaining steps.
-        self.detach(model)
+        self._frozen.release(model)
+        self._is_warming_up = False
         if self.warmup_steps < self.warmup and self.teacher:
-            self._is_warming_up = train_new_outputs(self._frozen, model, task, self.teacher, self.output)
+            self._is_warming_up = lock_all_but_new_outputs(self._frozen, model, task, self.teacher, self.output)
 
     def penalty(self, model: nn.Module, batch: Batch | None = None, outputs: Tensor | None = None) -> Tensor | float:
         """Return λ_o Σₖ KL(teacher ‖ model).
@@ -170,7 +172,8 @@ class LwF(Method):
         self._frozen.restore(model)
         self.warmup_steps += 1
         if self.warmup_steps == self.warmup:
-            self.detach(model)
+            self._frozen.release(model)
+            self._is_warming_up = False
 
     def end_task(self, model: nn.Module, task: Any) -> None:
         """Store the model as the next teacher."""
@@ -180,10 +183,9 @@ class LwF(Method):
         self._groups = None
         self.is_task_open = False
 
-    def detach(self, model: nn.Module) -> None:
-        """End the warm-up."""
-        self._frozen.release(model)
-        self._is_warming_up = False
+    def conflict_with(self, other: Method) -> str:
+        """Refuse methods that predict with more than the model's weights, which the teacher lacks."""
+        return find_teacher_conflict(other)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the state of an LwF with the same settings."""

@@ -14,10 +14,10 @@ from everlearn.core.parameters import (
     check_growth,
     grown,
     leading_block,
-    matching,
+    select_by_pattern,
     trainable_parameters,
 )
-from everlearn.curvature.diagonal import Diagonal, on
+from everlearn.curvature.diagonal import Diagonal, to_device_of
 from everlearn.curvature.quadratic import nonzero
 from everlearn.methods.regularization.base import QuadraticPenalty
 
@@ -111,7 +111,7 @@ class PathIntegral(QuadraticPenalty):
             Whether a parameter has a new version since the last call. In-place operations increase the version of a
             tensor; writes through ``p.data`` and fused optimizers do not.
         """
-        anchors = [on(self.quadratic.anchor[n], p) for n, p in self._theta.items()]
+        anchors = [to_device_of(self.quadratic.anchor[n], p) for n, p in self._theta.items()]
         differences = torch._foreach_sub(list(self._theta.values()), anchors)
         self._displacement = dict(zip(self._theta, differences, strict=True))
 
@@ -129,7 +129,9 @@ class PathIntegral(QuadraticPenalty):
         untouched = [n for n in names if self._theta[n].grad is None]
         if not untouched:
             return names
-        gradients = {n: on(self.omega.values[n], self._displacement[n]) * self._displacement[n] for n in untouched}
+        gradients = {
+            n: to_device_of(self.omega.values[n], self._displacement[n]) * self._displacement[n] for n in untouched
+        }
         zero_names = set(untouched) - nonzero(gradients)
         return [n for n in names if n not in zero_names]
 
@@ -141,7 +143,7 @@ class PathIntegral(QuadraticPenalty):
             raise TypeError(
                 f"SI integrates over real parameters, and {complex_names[0]} is complex: use EWC or MAS, or freeze it."
             )
-        weights = matching(all_parameters(model), self.only)
+        weights = select_by_pattern(all_parameters(model), self.only)
         self._notice_thawed(parameters)
         self._trainable_shapes = {n: p.shape for n, p in parameters.items()}
         self._theta_versions = []
@@ -184,5 +186,5 @@ def zero_if_infinite(gradient: Params) -> Params:
     {'a': tensor([0., 0.]), 'b': tensor([0.])}
     """
     first_gradient = next(iter(gradient.values()))
-    is_finite = torch.stack([on(v.sum().isfinite(), first_gradient) for v in gradient.values()]).all()
-    return {name: torch.where(on(is_finite, v), v, 0) for name, v in gradient.items()}
+    is_finite = torch.stack([to_device_of(v.sum().isfinite(), first_gradient) for v in gradient.values()]).all()
+    return {name: torch.where(to_device_of(is_finite, v), v, 0) for name, v in gradient.items()}

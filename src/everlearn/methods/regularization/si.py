@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from everlearn.core.batch import Batch
 from everlearn.core.hyperparameters import NonNegative, Range, Search
-from everlearn.core.parameters import Params, all_parameters, check_finite, matching, trainable_parameters
+from everlearn.core.parameters import Params, all_parameters, check_finite, select_by_pattern, trainable_parameters
 from everlearn.core.traits import Traits
-from everlearn.curvature.diagonal import Diagonal, grown_sum, on
+from everlearn.curvature.diagonal import Diagonal, grown_sum, to_device_of
 from everlearn.methods.regularization.base import WEAK_WITH_NEW_CLASSES
 from everlearn.methods.regularization.path_integral import PathIntegral
 
@@ -81,7 +81,7 @@ class SI(PathIntegral):
         self._check_statistics(model)
 
         delta = [self._displacement[n] for n in names]
-        omega = [on(self.omega.values[n], d).to(d.dtype) for n, d in zip(names, delta, strict=True)]
+        omega = [to_device_of(self.omega.values[n], d).to(d.dtype) for n, d in zip(names, delta, strict=True)]
         gradients = []
         for name, d in zip(names, delta, strict=True):
             gradient = self._theta[name].grad
@@ -116,18 +116,18 @@ class SI(PathIntegral):
     def _consolidate(self, model: nn.Module) -> None:
         """Set Ω ← max(0, Ω + ω / ((θ - θ*)² + ξ)), θ* ← θ and ω ← 0."""
         parameters = all_parameters(model)
-        weights = matching(parameters, self.only)
+        weights = select_by_pattern(parameters, self.only)
         theta = {n: p.detach().clone() for n, p in trainable_parameters(model).items() if n in self.path}
         check_finite(theta)
 
         importance: Params = {}
         for name, value in theta.items():
-            delta = value - on(self.quadratic.anchor[name], value)
+            delta = value - to_device_of(self.quadratic.anchor[name], value)
             scale = 2 * self.strength * weights[name]
             omega = scale * self.path[name] / (delta.square() + self.damping)
             old_omega = self.omega.values.get(name)
             if old_omega is not None:
-                omega = grown_sum(on(old_omega, omega).to(omega.dtype), omega)
+                omega = grown_sum(to_device_of(old_omega, omega).to(omega.dtype), omega)
             importance[name] = omega.relu()
             self.path[name].zero_()
 

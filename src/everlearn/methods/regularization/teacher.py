@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from everlearn.core.forward import forward
 from everlearn.core.likelihood import Bernoulli, Categorical, Likelihood
+from everlearn.core.method import Method
 from everlearn.core.parameters import check_finite, evaluating, refuse_sharded, unwrap
 from everlearn.curvature.divergence import output_kl
 
@@ -49,6 +50,16 @@ def snapshot_teacher(model: nn.Module, task: Any, learned: list[int]) -> Teacher
     trainable = [(n, p) for n, p in inner.named_parameters() if p.requires_grad]
     state = {n: v.detach().clone() for n, v in [*trainable, *inner.named_buffers()]}
     return {"state": state, "frozen": frozen, "ids": list(learned), "rows": rows}
+
+
+def find_teacher_conflict(other: Method) -> str:
+    """Why a teacher cannot be used together with another method; empty if it can."""
+    if other.deployable:
+        return ""
+    return (
+        "the teacher is a copy of the model's weights, and "
+        f"{type(other).__name__} predicts with more than these, such as gates, added units or a sub-network per task."
+    )
 
 
 def append_task(learned: list[int], task: Any) -> list[int]:

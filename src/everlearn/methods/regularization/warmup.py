@@ -7,13 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from everlearn.core.parameters import trainable_parameters, unwrap
+from everlearn.core.parameters import trainable_parameters
 from everlearn.methods.regularization.teacher import Teacher, refuse_added_layers
 from everlearn.surgery.freezing import FrozenEntries
 from everlearn.surgery.heads import output_layer
 
 
-def train_new_outputs(frozen: FrozenEntries, model: nn.Module, task: Any, teacher: Teacher, output: str | None) -> bool:
+def lock_all_but_new_outputs(
+    frozen: FrozenEntries, model: nn.Module, task: Any, teacher: Teacher, output: str | None
+) -> bool:
     """Lock all parameters and buffers except the outputs that are new in a task.
 
     Args:
@@ -35,12 +37,12 @@ def train_new_outputs(frozen: FrozenEntries, model: nn.Module, task: Any, teache
     layer_ids = {id(p) for p in layer.parameters()}
     masks = {}
     for parameter_name, p in trainable_parameters(model).items():
-        rows = is_old.to(p.device)
-        if id(p) not in layer_ids:
-            rows = rows.new_ones(())
-        masks[parameter_name] = rows.view(-1, *[1] * (p.dim() - 1)).expand_as(p)
+        rows = torch.ones((), dtype=torch.bool)
+        if id(p) in layer_ids:
+            rows = is_old.view(-1, *[1] * (p.dim() - 1))
+        masks[parameter_name] = rows.to(p.device).expand_as(p)
     frozen.lock(model, masks)
-    frozen.lock_buffers(model, dict(unwrap(model).named_buffers()), evaluate=False)
+    frozen.lock_buffers(model, evaluate=False)
     return True
 
 

@@ -19,6 +19,7 @@ from everlearn.methods.regularization.teacher import (
     Teacher,
     append_task,
     distillation_groups,
+    find_teacher_conflict,
     snapshot_teacher,
     softened_kl,
     teacher_outputs,
@@ -174,6 +175,10 @@ class GenerativeReplay(Method):
         self.task_ids = append_task(self.task_ids, task)
         self._copy_generator_weights()
         self.next_teacher = {**snapshot_teacher(model, task, self.task_ids), "generator": self.generator_weights}
+
+    def conflict_with(self, other: Method) -> str:
+        """Refuse methods that predict with more than the model's weights, which the teacher lacks."""
+        return find_teacher_conflict(other)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, with the current weights of the generator."""

@@ -9,6 +9,7 @@ from everlearn.core.batch import Batch
 from everlearn.core.parameters import accumulate_dtype, refuse_sharded
 from everlearn.methods.replay.base import replay_loss
 from everlearn.runtime import distributed
+from everlearn.surgery.freezing import FrozenEntries
 
 
 def reference_gradient(model: nn.Module, parameters: list[nn.Parameter], batch: Batch | None) -> list[Tensor] | None:
@@ -76,11 +77,11 @@ def _to_dense(gradient: Tensor) -> Tensor:
 
 def _local_gradient(model: nn.Module, parameters: list[nn.Parameter], batch: Batch) -> list[Tensor]:
     """Compute the gradient of this process's examples; buffers keep their values."""
-    saved_buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    frozen = FrozenEntries("reference gradients")
+    frozen.lock_buffers(model, evaluate=False)
     with torch.enable_grad():
         gradients = torch.autograd.grad(replay_loss(model, batch), parameters, allow_unused=True)
-    for buffer, value in saved_buffers:
-        buffer.copy_(value)
+    frozen.restore_buffers(model)
 
     result = []
     for p, g in zip(parameters, gradients, strict=True):
