@@ -110,7 +110,7 @@ def test_heads_in_half_precision_files(method, deployment):
     assert 3 not in predicted and second.after[1] > 0.8 and first.after[0] > 0.8
 
 
-@pytest.mark.parametrize("method", [RanPAC(100), KLDA(100)], ids=["ranpac", "klda"])
+@pytest.mark.parametrize("method", [RanPAC(100), KLDA(100, shrinkage=0.01)], ids=["ranpac", "klda"])
 def test_file_of_a_head_that_was_converted_to_half_precision(method, deployment):
     run_update(digits(0, 1, 2, 3), method)
     expected = load(make_model, "model.safetensors")
