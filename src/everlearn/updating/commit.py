@@ -48,7 +48,7 @@ class TrainedUpdate:
 
     Args:
         update: the outcome.
-        initial_method_state: the method's serialized state before the new data.
+        initial_method_state: the method's serialized state before the new data of a first update; else empty.
         classes: names of the new model's outputs.
         pair: the examples that were trained on.
         data_digest: digest of the new data as they were given.

@@ -204,7 +204,7 @@ def _train_and_measure(
                 consolidate_old_data(deployed.model, method, update_data.old_pair, options)
 
     # Version 0 stores this state, so that it is possible to return to the model before the first update.
-    initial_method_state = serialize_method(method)
+    initial_method_state = serialize_method(method) if deployed.is_first else b""
 
     # New outputs are added only if the data require them.
     new_outputs = None
