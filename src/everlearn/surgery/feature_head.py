@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from everlearn.core.parameters import unwrap
 from everlearn.surgery.heads import output_layer
+from everlearn.surgery.hooks import recompile
 
 
 class Normalize(nn.Module):
@@ -113,6 +114,7 @@ def replace_output(model: nn.Module, name: str, head: nn.Module) -> None:
     old = unwrap(model).get_submodule(name)
     device = next(old.parameters()).device
     unwrap(model).set_submodule(name, head.to(device).train(old.training))
+    recompile(model)
 
 
 def feature_head(model: nn.Module, name: str | None = None) -> tuple[str, nn.Linear | FeatureHead]:

@@ -465,3 +465,16 @@ def test_online_learning_continues_after_a_prediction():
     torch.testing.assert_close(
         predict(method, model, stream), predict(reference, reference_model, stream), rtol=1e-4, atol=1e-4
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("online", [False, True])
+def test_a_compiled_model_equals_a_plain_one(head, online):
+    stream = streams.digits("class")
+    plain_method, plain_model = replace(head, online=online), make_net()
+    train_tasks(plain_model, plain_method, stream.tasks[:2])
+    method, model = replace(head, online=online), torch.compile(make_net(), backend="eager")
+    x = next(stream[0].examples(50)).x
+    model(x)
+    train_tasks(model, method, stream.tasks[:2])
+    torch.testing.assert_close(method.predict(model, x), plain_method.predict(plain_model, x))

@@ -33,6 +33,7 @@ from everlearn.surgery.feature_head import FeatureHead, RandomFourier, RandomReL
 from everlearn.surgery.features import FeatureRecorder
 from everlearn.surgery.freezing import FrozenEntries
 from everlearn.surgery.heads import grow_output, output_layer
+from everlearn.surgery.hooks import recompile
 
 # Logit of a class without examples: finite, so that a loss stays a number, and below all others.
 UNSEEN_LOGIT = -1e30
@@ -281,6 +282,7 @@ class FrozenHead(Method):
         self.feature_checksum = checksum
         if self.online:
             self._recorder.register(unwrap(model), name)
+            recompile(model)
 
     @torch.no_grad()
     def _collect(self, model: nn.Module, task: Task, sign: float) -> None:
