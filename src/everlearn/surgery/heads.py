@@ -11,6 +11,8 @@ from everlearn.core.parameters import unwrap
 def output_layer(model: nn.Module, name: str | None = None) -> tuple[str, nn.Linear]:
     """Return the name and module of the output layer: the last registered ``nn.Linear``, or the one named.
 
+    A layer that a method has replaced by a feature head is found by its old name: it is the head's ``output``.
+
     >>> output_layer(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)))
     ('2', Linear(in_features=3, out_features=2, bias=True))
     """
@@ -20,6 +22,8 @@ def output_layer(model: nn.Module, name: str | None = None) -> tuple[str, nn.Lin
         return list(layers.items())[-1]
     if name is not None and name in layers:
         return name, layers[name]
+    if name is not None and f"{name}.output" in layers:
+        return f"{name}.output", layers[f"{name}.output"]
 
     wanted = "nn.Linear layer"
     if name is not None:

@@ -79,6 +79,7 @@ class FrozenHead(Method):
         self.statistics: Statistics = {}
         self.is_adapting: bool = self.adapt_first
         self.is_stale: bool = False  # whether the output layer lacks statistics that were observed
+        self.settings: dict[str, Any] = {}  # fields that the statistics depend on
         self.feature_checksum: int | None = None
         self.random_checksum: int | None = None
         self._frozen = FrozenEntries(type(self).__name__)
@@ -122,9 +123,27 @@ class FrozenHead(Method):
         """
         add_sums(self.statistics, type(self).__name__, h, y, sign)
 
+    def statistics_settings(self) -> dict[str, Any]:
+        """Return the fields that the statistics depend on, which must not change with a stored state."""
+        return {"normalize": self.normalize}
+
     def solve(self) -> tuple[Tensor, Tensor]:
         """Return W (classes × representation) and b of the output layer, from the statistics."""
         raise NotImplementedError(f"{type(self).__name__} must define solve().")
+
+    def use_output(self, name: str | None) -> None:
+        """Use the output layer of this name, unless the field ``output`` names it already.
+
+        Args:
+            name: name of the layer; None changes nothing.
+        """
+        if name is None:
+            return
+        if self.output not in (None, name):
+            raise ValueError(
+                f"{type(self).__name__}.output is {self.output!r}, and the output layer is to be {name!r}: name one."
+            )
+        self.output = name
 
     # Hooks.
 
@@ -197,16 +216,22 @@ class FrozenHead(Method):
         weight, bias = self.solve()
 
         # Classes without examples are never predicted.
+        layer = self._output_layer(model, weight)
+        unseen_logit = max(UNSEEN_LOGIT, torch.finfo(layer.bias.dtype).min)
         is_unseen = self.statistics["counts"] < 0.5
         weight[is_unseen] = 0.0
-        bias[is_unseen] = UNSEEN_LOGIT
+        bias[is_unseen] = unseen_logit
 
-        layer = self._output_layer(model, weight)
         num_classes = len(weight)
         layer.weight.zero_()
         layer.weight[:num_classes] = weight.to(layer.weight)
-        layer.bias.fill_(UNSEEN_LOGIT)
+        layer.bias.fill_(unseen_logit)
         layer.bias[:num_classes] = bias.to(layer.bias)
+        if not layer.weight.isfinite().all() or not layer.bias.isfinite().all():
+            raise ValueError(
+                f"The output layer of {type(self).__name__} has numbers that are too large for {layer.weight.dtype}: "
+                "keep the model in float32."
+            )
 
     def _output_layer(self, model: nn.Module, weight: Tensor) -> nn.Linear:
         """Return the linear layer that W is written into, with enough outputs, and a bias."""
@@ -221,13 +246,18 @@ class FrozenHead(Method):
         needs_head = needs_normalize or random_features is not None
         num_outputs = max(output.out_features, len(weight))
 
-        is_fitting = isinstance(head, FeatureHead) == needs_head and output.in_features == weight.shape[1]
+        if isinstance(head, FeatureHead):
+            is_fitting = needs_head and head.computes(needs_normalize, random_features)
+        else:
+            is_fitting = not needs_head
         if not is_fitting or output.bias is None:
             output = nn.Linear(weight.shape[1], num_outputs, dtype=output.weight.dtype).requires_grad_(False)
             new_head: nn.Module = output
             if needs_head:
                 new_head = FeatureHead(output, needs_normalize, copy.deepcopy(random_features)).to(output.weight.dtype)
             replace_output(model, name, new_head)
+            if self.online:
+                self._recorder.register(unwrap(model), name)
         elif num_outputs > output.out_features:
             output_name = f"{name}.output" if needs_head else name
             grow_output(model, num_outputs, output_name)
@@ -283,6 +313,7 @@ class FrozenHead(Method):
         """Add the features of labeled examples or tokens to the statistics."""
         features, labels = match_labels(features, y, type(self).__name__)
         if len(labels):
+            self.settings = self.statistics_settings()
             self.add(self.represent(features), labels, sign)
 
     def represent(self, features: Tensor) -> Tensor:
@@ -337,6 +368,11 @@ class FrozenHead(Method):
                 f"{int(forgotten[c])} examples of class {c} are to be forgotten, but {int(learned[c])} were learned: "
                 "give only examples that were learned, each once."
             )
+        if forgotten.sum() > counts.sum() - 0.5:
+            raise ValueError(
+                f"All {int(counts.sum())} examples that were learned are to be forgotten, so that none would be left: "
+                f"begin with a new {type(self).__name__}() instead."
+            )
 
     def _check_likelihood(self, task: Any) -> None:
         """Raise unless the labels are classes."""
@@ -344,6 +380,13 @@ class FrozenHead(Method):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the state of a head with the same settings."""
+        stored_settings = state.get("settings") or self.statistics_settings()
+        for name, value in self.statistics_settings().items():
+            if name in stored_settings and stored_settings[name] != value:
+                raise ValueError(
+                    f"The statistics are those of {type(self).__name__}({name}={stored_settings[name]!r}), and do not "
+                    f"fit {name}={value!r}: create it with the fields that it was saved with."
+                )
         super().load_state_dict(state)
         self._random_features = None
 
