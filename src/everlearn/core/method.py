@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from everlearn.core.attachment import Attachment
+from everlearn.core.attachment_checks import refuse_gradient
 from everlearn.core.batch import Batch
 from everlearn.core.check import Report, check_method
 from everlearn.core.data_source import unlisted
@@ -156,9 +157,9 @@ class Method:
         return self._note_loss(loss)
 
     def _note_loss(self, loss: Tensor) -> Tensor:
-        """Return the loss unchanged, after reporting it to the attachment, which would add it a second time."""
-        if self._attached is not None:
-            self._attached.note_loss(self, loss)
+        """Return the loss unchanged; a loop that the method is attached to may not differentiate it."""
+        if self._attached is not None and not self._attached.is_computing:
+            refuse_gradient(loss, self, self._attached.method)
         return loss
 
     def attach(self, model: nn.Module, optimizer: Optimizer, likelihood: Likelihood | None = None) -> Attachment:

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from everlearn.core.attachment import Attachment
-from everlearn.core.attachment_checks import common_weights, find_ratio, is_close
 from everlearn.core.batch import Batch
 from everlearn.core.check import refuse_problems
 from everlearn.core.data_source import as_rows
 from everlearn.core.forward import next_token_labels, shifts_labels
 from everlearn.core.likelihood import Likelihood
+from everlearn.core.loss_weight import common_weights, find_ratio, is_close
 from everlearn.core.method import Method
 from everlearn.core.task import Task, as_task
 from everlearn.runtime import files
