@@ -77,6 +77,10 @@ class QuadraticPenalty(Method):
             # Seeds the rounding: saved, so that a resumed run continues the random sequence.
             self.num_stochastic_roundings = 0
 
+    def begin_task(self, model: nn.Module, task: Any) -> None:
+        """Warn if the last task has not ended."""
+        self._open(task)
+
     def penalty(self, model: nn.Module, batch: Batch | None = None, outputs: Tensor | None = None) -> Tensor | float:
         """Return ½ (θ - θ*)ᵀ F (θ - θ*); 0 before the first task has ended."""
         if self.frozen:
@@ -200,6 +204,7 @@ class QuadraticPenalty(Method):
 
     def _select_importance(self, model: nn.Module, importance: Form | Params) -> tuple[Form, Params]:
         """Check an importance and weight it by ``only``; return it with a copy of the parameters to penalize."""
+        self._open_task = None
         form = _as_form(importance)
         trainable = trainable_parameters(model)
         parameters = all_parameters(model)

@@ -86,6 +86,7 @@ class LwF(Method):
 
     def begin_task(self, model: nn.Module, task: Any) -> None:
         """Make the model of the last task the teacher; chunks of one task share theirs."""
+        self._open(task)
         task_id = getattr(task, "id", None)
         is_resumed = self.begun and task_id == self.current
         self.current = task_id
@@ -168,6 +169,7 @@ class LwF(Method):
 
     def end_task(self, model: nn.Module, task: Any) -> None:
         """Store the model as the next teacher."""
+        self._open_task = None
         self._likelihood = getattr(task, "likelihood", self._likelihood)
         self.learned = append_task(self.learned, task)
         self.latest = snapshot_teacher(model, task, self.learned)

@@ -52,6 +52,7 @@ class PathIntegral(QuadraticPenalty):
 
     def begin_task(self, model: nn.Module, task: Any) -> None:
         """Start the path integral of parameters that have none yet."""
+        super().begin_task(model, task)
         self._is_step_begun = False
         self._init_path(model)
 

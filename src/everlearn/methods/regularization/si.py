@@ -107,6 +107,7 @@ class SI(PathIntegral):
         """Consolidate, unless ``consolidate_every`` is set."""
         if not self.steps:
             raise ValueError("SI has not seen a step: call before_step(model) and after_step(model) in your loop.")
+        self._open_task = None
         if self.consolidate_every is None:
             self._consolidate(model)
         self._displacement = {}
@@ -115,6 +116,7 @@ class SI(PathIntegral):
     @torch.no_grad()
     def _consolidate(self, model: nn.Module) -> None:
         """Set Ω ← max(0, Ω + ω / ((θ - θ*)² + ξ)), θ* ← θ and ω ← 0."""
+        self._open_task = None
         parameters = all_parameters(model)
         weights = matching(parameters, self.only)
         theta = {n: p.detach().clone() for n, p in trainable_parameters(model).items() if n in self.path}

@@ -84,6 +84,7 @@ class GenerativeReplay(Method):
 
     def begin_task(self, model: nn.Module, task: Any) -> None:
         """Replay from the model and the generator of the last task's end; chunks of one task share theirs."""
+        self._open(task)
         self.current = getattr(task, "id", None)
         if self._generator is None:
             self._generator = self._build_generator(model, task)
@@ -171,6 +172,7 @@ class GenerativeReplay(Method):
             raise ValueError(
                 "GenerativeReplay has no generator yet: call begin_task(model, task) before the task's first step."
             )
+        self._open_task = None
         self.learned = append_task(self.learned, task)
         self._copy_generator_weights()
         self.latest = {**snapshot_teacher(model, task, self.learned), "generator": self.generator_weights}
