@@ -80,16 +80,15 @@ class SI(PathIntegral):
             return
         self._check_statistics(model)
 
-        delta = [self._displacement[n] for n in names]
-        omega = [on(self.omega.values[n], d).to(d.dtype) for n, d in zip(names, delta, strict=True)]
-        gradients = []
-        for name, d in zip(names, delta, strict=True):
-            gradient = self._theta[name].grad
-            gradients.append(torch.zeros_like(d) if gradient is None else gradient)
-
-        total_gradients = torch._foreach_addcmul(gradients, omega, delta)
-        for name, gradient in zip(names, total_gradients, strict=True):
-            self._theta[name].grad = gradient
+        # In place: new tensors of the model's size would take longer than the arithmetic.
+        gradients = self._displacement(names)
+        omega = [on(self.omega.values[n], delta).to(delta.dtype) for n, delta in zip(names, gradients, strict=True)]
+        torch._foreach_mul_(gradients, omega)
+        for name, gradient in zip(names, gradients, strict=True):
+            p = self._theta[name]
+            if p.grad is not None:
+                gradient += p.grad
+            p.grad = gradient
 
     @torch.no_grad()
     def after_step(self, model: nn.Module) -> None:
@@ -110,8 +109,7 @@ class SI(PathIntegral):
         self._open_task = None
         if self.consolidate_every is None:
             self._consolidate(model)
-        self._displacement = {}
-        self._theta_versions = []
+        self._start = {}
 
     @torch.no_grad()
     def _consolidate(self, model: nn.Module) -> None:
@@ -137,7 +135,6 @@ class SI(PathIntegral):
         form = Diagonal({**self.omega.values, **importance})
         self.applied_strength = float(self.strength)
         self.quadratic.move(self._round_form(self._offload_form(form)), self._offload(theta))
-        self._theta_versions = []
 
         # Importances come from steps: parameters frozen during them have none, even if they are trainable by now.
         self.frozen = {n: w for n, w in weights.items() if n not in form.values and parameters[n].is_floating_point()}
