@@ -29,8 +29,9 @@ class PartialTraining(Expansion):
         super().__post_init__()
         self.anchor: Params = {}  # W*, the weights before the task
         self.lock_masks: Params = {}  # True at locked entries of W
-        self.removed_units: dict[str, Tensor] = {}  # units of the current block without incoming weights
+        self.removed_units: dict[str, Tensor] = {}  # masks of the current block's units without incoming weights
         self._locked_values: Params = {}
+        self._fully_locked: set[str] = set()
 
     def parameters(self) -> list[nn.Parameter]:
         """List the parameters of all added units, also inactive ones, and the head's weights for them."""
@@ -52,7 +53,7 @@ class PartialTraining(Expansion):
                 continue
 
             # Every torch optimizer skips a parameter whose grad is None.
-            if self.lock_masks[name].all():
+            if name in self._fully_locked:
                 w.grad = None
             else:
                 w.grad.masked_fill_(self.lock_masks[name], 0)
@@ -119,6 +120,7 @@ class PartialTraining(Expansion):
         """Copy the weights with locked entries, to restore them after each step."""
         shared = self._shared_weights(model)
         self._locked_values = {n: w.detach().clone() for n, w in shared.items() if n in self.lock_masks}
+        self._fully_locked = {n for n, mask in self.lock_masks.items() if mask.all()}
 
     def _lock_statistics(self, model: nn.Module) -> None:
         """Lock the buffers of the model, such as running statistics, from the second task on."""
@@ -130,18 +132,16 @@ class PartialTraining(Expansion):
         """Remove the new units whose incoming weights the group lasso has made zero."""
         for name, count in self.active_units.items():
             groups, _ = self._unit_groups(added_units, name)
-            self.removed_units[name] = group_norms([g[:count] for g in groups]).eq(0).nonzero().flatten()
+            self.removed_units[name] = group_norms([g[:count] for g in groups]).eq(0)
             self._zero_outgoing(added_units, name, self.removed_units[name])
 
     def _zero_removed_units(self, model: nn.Module) -> None:
         """Keep removed units at zero, since an optimizer's momentum would move them."""
-        for name, units in self.removed_units.items():
-            if not len(units):
-                continue
+        for name, is_removed in self.removed_units.items():
             for leaf, v in self.current_block[name].items():
                 if leaf != "out" and "running" not in leaf:
-                    v[units] = 0
-            self._zero_outgoing(self._attach_units(model), name, units)
+                    v[: len(is_removed)].masked_fill_(is_removed.view(-1, *(1,) * (v.dim() - 1)), 0)
+            self._zero_outgoing(self._attach_units(model), name, is_removed)
 
     @torch.no_grad()
     def _move_to_model(self, added_units: AddedUnits) -> None:
@@ -151,5 +151,5 @@ class PartialTraining(Expansion):
         self.anchor = {n: placed_like(v, shared[n]) for n, v in self.anchor.items()}
         self.lock_masks = {n: mask.to(shared[n].device) for n, mask in self.lock_masks.items()}
         self.removed_units = {
-            name: units.to(self.current_block[name]["weight"].device) for name, units in self.removed_units.items()
+            name: mask.to(self.current_block[name]["weight"].device) for name, mask in self.removed_units.items()
         }
