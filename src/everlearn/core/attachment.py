@@ -17,6 +17,7 @@ from everlearn.core.data_source import unlisted
 from everlearn.core.forward import read_outputs
 from everlearn.core.likelihood import Categorical, Likelihood
 from everlearn.core.loss_weight import check_weight
+from everlearn.runtime import distributed
 
 if TYPE_CHECKING:
     from everlearn.core.method import Method
@@ -61,16 +62,16 @@ class Attachment:
         # Whether the method calls the model itself: integrations do not add terms to such a pass.
         self.is_computing = False
         self._is_weight_checked = False
+        self._checked_parameters: list[int] = []
         # Of the current step: whether its gradients contain the method's terms, and whether the method has edited them.
         self._has_terms = False
         self._is_edited = False
-        self._checked_parameters: list[int] = []
-
         self._handles = [
             self.optimizer.register_step_pre_hook(self._before),
             self.optimizer.register_step_post_hook(self._after),
             register_optimizer_step_pre_hook(checks.warn_of_other_optimizers(self)),
         ]
+        distributed.broadcast_(method.parameters())  # DistributedDataParallel does not have them
         self.optimizer.everlearn_attachment = self  # type: ignore[attr-defined]
         for part in checks.list_parts(method):
             part._attached = self
@@ -135,13 +136,15 @@ class Attachment:
             return
 
         # A later begin_task may have added parameters that the optimizer lacks.
-        parameters = [id(p) for module in (self.model, self.method) for p in module.parameters()]
+        method_parameters = list(self.method.parameters())
+        parameters = [id(p) for p in (*self.model.parameters(), *method_parameters)]
         if parameters != self._checked_parameters:
             checks.check_parameters(self.method, self.model, self.optimizer)
             self._checked_parameters = parameters
-
         if not self._has_terms and self.method.needs_batch:
             raise checks.missing_examples(self.method)
+        if method_parameters:
+            distributed.average_gradients(method_parameters, weight=1.0, loss=0.0)
         with self._computing(), torch.enable_grad():
             if not self._has_terms:
                 penalty = self.method.penalty(self.model)
@@ -154,8 +157,7 @@ class Attachment:
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Edit the gradients before the step, or after the closure that computes them."""
         checks.refuse_scaled_gradients(optimizer)
-        # The first of the positional arguments is the optimizer.
-        kwargs = dict(kwargs)
+        kwargs = dict(kwargs)  # args[0] is the optimizer
         closure = args[1] if len(args) > 1 else kwargs.pop("closure", None)
         if closure is None:
             if not self._is_edited:
@@ -195,5 +197,4 @@ class Attachment:
         self.remove()
 
     def __reduce__(self) -> Any:
-        # A copied or saved method is not attached.
-        return type(None), ()
+        return type(None), ()  # a copied or saved method is not attached

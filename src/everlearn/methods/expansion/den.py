@@ -19,6 +19,7 @@ from everlearn.methods.expansion.den_units import UnitDuplicator
 from everlearn.methods.expansion.loop_guard import has_validation_data
 from everlearn.methods.expansion.partial_training import PartialTraining
 from everlearn.methods.isolation.base import select_task_params
+from everlearn.runtime import distributed
 from everlearn.runtime.randomness import derive
 from everlearn.surgery.proximal import soft_threshold_
 from everlearn.surgery.resize import check_precision
@@ -119,7 +120,7 @@ class DEN(PartialTraining):
             self.phase = ""
             self.has_grown = False
             if len(self.tasks) == 1:
-                self.seed = torch.initial_seed()
+                self.seed = distributed.initial_seed()
             else:
                 self._create_units(added_units, dict.fromkeys(added_units.links_by_producer, self.units + self.splits))
                 self.anchor = {n: w.detach().clone() for n, w in self._shared_weights(model).items()}

@@ -18,6 +18,7 @@ from everlearn.methods.expansion.balanced_finetuning import fit_classifier, scal
 from everlearn.methods.expansion.feature_bank import FeatureBank, check_separate, new_classifier
 from everlearn.methods.expansion.feature_replay import FeatureReplay
 from everlearn.methods.replay.base import Rows, forward_both, memory_share
+from everlearn.runtime import distributed
 from everlearn.runtime.randomness import derive, seeded
 from everlearn.surgery.functional import filled_copy
 from everlearn.surgery.heads import output_layer
@@ -95,7 +96,7 @@ class ExpandableRepresentation(FeatureReplay):
             if self.tasks_begun:
                 self._expand(inner, layer)
             else:
-                self.seed = torch.initial_seed()
+                self.seed = distributed.initial_seed()
             self._init_auxiliary_head(task, layer)
             self.tasks_begun += 1
             self.current_task = task_id

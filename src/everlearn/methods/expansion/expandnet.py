@@ -15,6 +15,7 @@ from everlearn.core.task import as_task
 from everlearn.core.traits import Traits
 from everlearn.methods.expansion.base import Expansion
 from everlearn.methods.isolation.base import select_task_params
+from everlearn.runtime import distributed
 from everlearn.runtime.randomness import derive
 from everlearn.surgery.resize import check_precision
 
@@ -91,7 +92,7 @@ class ExpandNet(Expansion):
         if self.open_task(task):
             self._reset_task()
             if len(self.tasks) == 1:
-                self.seed = torch.initial_seed()
+                self.seed = distributed.initial_seed()
             else:
                 new_units = {}
                 for name, num_earlier in self._count_earlier_units(added_units).items():

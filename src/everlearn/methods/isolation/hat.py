@@ -16,6 +16,7 @@ from everlearn.core.task import as_task
 from everlearn.core.traits import Traits
 from everlearn.methods.isolation.base import copy_task_params, select_task_params
 from everlearn.methods.isolation.gates import GatedUnits, cumulative_gates, remove_gates
+from everlearn.runtime import distributed
 from everlearn.runtime.randomness import generator
 from everlearn.surgery.freezing import FrozenEntries
 from everlearn.surgery.functional import call_with, filled_copy
@@ -101,7 +102,7 @@ class HAT(GatedUnits):
     def _init_embeddings(self, model: nn.Module) -> None:
         """Draw e from a standard normal distribution, in at least single precision."""
         if len(self.tasks) == 1:
-            self.seed = torch.initial_seed()
+            self.seed = distributed.initial_seed()
         rng = generator(self.seed, "hat", len(self.tasks))
         reference = next(unwrap(model).parameters())
         self.embedding = {}

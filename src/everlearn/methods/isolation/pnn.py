@@ -23,6 +23,7 @@ from everlearn.methods.isolation.lateral_columns import (
     module_key,
     record_layers,
 )
+from everlearn.runtime import distributed
 from everlearn.runtime.randomness import derive, seeded
 from everlearn.surgery.freezing import is_compiled, seen_by_compiler
 from everlearn.surgery.functional import clone_tensors, filled_copy, named_tensors
@@ -94,7 +95,7 @@ class PNN(Isolation):
                 for name, v in fresh_tensors.items():
                     named_tensors(inner)[name].copy_(v)
             if len(self.tasks) == 1:
-                self.seed = torch.initial_seed()
+                self.seed = distributed.initial_seed()
                 self.initial_tensors = clone_tensors(tensors_without_reset(inner))
         self._connect(model)
 
