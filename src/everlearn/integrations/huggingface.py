@@ -131,7 +131,7 @@ class Continual(TrainerCallback):  # type: ignore[misc]
         self._restore_clipping()
         self._attached.before_step()
         if args.max_grad_norm:
-            nn.utils.clip_grad_norm_(self._attached.model.parameters(), args.max_grad_norm)
+            clip_gradients(kwargs["model"], args.max_grad_norm)
 
     def _restore_clipping(self) -> None:
         if self._training_arguments is not None:
@@ -215,6 +215,15 @@ class Continual(TrainerCallback):  # type: ignore[misc]
                 "function of the model's keyword arguments."
             )
         return 1.0
+
+
+def clip_gradients(model: nn.Module, max_norm: float) -> None:
+    """Clip gradients by their norm over all processes; FullyShardedDataParallel knows how for its flat shards."""
+    clip: Any = getattr(model, "clip_grad_norm_", None)
+    if clip is not None:
+        clip(max_norm)
+    else:
+        nn.utils.clip_grad_norm_(model.parameters(), max_norm)
 
 
 class Pairs:

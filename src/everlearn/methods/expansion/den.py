@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from everlearn.core.batch import Batch
 from everlearn.core.hyperparameters import NonNegative, Range
+from everlearn.core.parameters import refuse_sharded
 from everlearn.core.task import as_task
 from everlearn.core.traits import Traits
 from everlearn.methods.expansion.added_units import AddedUnits
@@ -101,6 +102,7 @@ class DEN(PartialTraining):
 
     def begin_task(self, model: nn.Module, task: Any) -> None:
         """Create inactive units for the task, and copy the weights W*."""
+        refuse_sharded(model, type(self).__name__)
         planned_steps = getattr(task, "steps", None)
         is_later_task = self.is_new(task) and self.tasks
         if is_later_task and planned_steps and not self.retrain and not has_validation_data(as_task(task)):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from everlearn.core.batch import Batch
 from everlearn.core.hyperparameters import NonNegative, Range
 from everlearn.core.likelihood import Categorical
-from everlearn.core.parameters import accumulate_dtype, check_finite, unwrap
+from everlearn.core.parameters import accumulate_dtype, check_finite, refuse_sharded, unwrap
 from everlearn.core.traits import Traits
 from everlearn.methods.expansion.balanced_finetuning import fit_classifier, scale_outputs_
 from everlearn.methods.expansion.feature_bank import FeatureBank, check_separate, new_classifier
@@ -87,6 +87,7 @@ class ExpandableRepresentation(FeatureReplay):
 
     def begin_task(self, model: nn.Module, task: Any) -> None:
         """Freeze a copy of the extractor; the model continues as the newest one."""
+        refuse_sharded(model, type(self).__name__)
         inner = unwrap(model)
         name, layer = output_layer(model, self.output)
         check_separate(inner, name, layer)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from everlearn.core.batch import Batch
 from everlearn.core.hyperparameters import NonNegative, Range
-from everlearn.core.parameters import Params, all_parameters
+from everlearn.core.parameters import Params, all_parameters, refuse_sharded
 from everlearn.core.task import as_task
 from everlearn.core.traits import Traits
 from everlearn.methods.expansion.base import Expansion
@@ -81,6 +81,7 @@ class ExpandNet(Expansion):
 
     def begin_task(self, model: nn.Module, task: Any) -> None:
         """Lock the learned weights, and create inactive units for the task."""
+        refuse_sharded(model, type(self).__name__)
         self.check_between_tasks(model, task)
         self._added_units = None  # layers may have been replaced since
         self._find_links(model, task)

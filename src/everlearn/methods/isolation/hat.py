@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from everlearn.core.batch import Batch
 from everlearn.core.hyperparameters import NonNegative, Range, Search
-from everlearn.core.parameters import Params, accumulate_dtype, all_parameters, check_finite, unwrap
+from everlearn.core.parameters import Params, accumulate_dtype, all_parameters, check_finite, refuse_sharded, unwrap
 from everlearn.core.task import as_task
 from everlearn.core.traits import Traits
 from everlearn.methods.isolation.base import copy_task_params, select_task_params
@@ -79,6 +79,7 @@ class HAT(GatedUnits):
 
     def begin_task(self, model: nn.Module, task: Any) -> None:
         """Initialize the embeddings e, and lock the weights between used units."""
+        refuse_sharded(model, type(self).__name__)
         data = as_task(task)
         is_new = self.is_new(task)
         planned_batches = None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from everlearn.core.forward import arguments, forward, read_outputs
-from everlearn.core.parameters import Params, check_finite, unwrap
+from everlearn.core.parameters import Params, check_finite, refuse_sharded, unwrap
 from everlearn.core.traits import Traits
 from everlearn.methods.isolation.base import Isolation
 from everlearn.methods.isolation.fresh_columns import draw_column, tensors_without_reset
@@ -78,6 +78,7 @@ class PNN(Isolation):
 
     def begin_task(self, model: nn.Module, task: Any) -> None:
         """Reinitialize the model as a new column, and connect it to the earlier ones."""
+        refuse_sharded(model, type(self).__name__)
         inner = unwrap(model)
         is_new = self.is_new(task)
         fresh_tensors: Params = {}

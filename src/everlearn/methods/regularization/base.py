@@ -295,6 +295,9 @@ def _check_form(form: Form, parameters: Params, trainable: Params) -> None:
     for name, value in form.diagonal().items():
         if name in trainable and value.shape != trainable[name].shape:
             shape = tuple(trainable[name].shape)
-            raise ValueError(f"The importance of {name} has shape {tuple(value.shape)}, the parameter {shape}.")
+            raise ValueError(
+                f"The importance of {name} has shape {tuple(value.shape)}, the parameter {shape}. (The shards of "
+                "FullyShardedDataParallel are flat: use torch.distributed.fsdp.fully_shard, or SI or L2.)"
+            )
         if not value.isfinite().all() or (value < 0).any():
             raise ValueError(f"The importance of {name} has negative, infinite or NaN entries: a penalty needs F ≥ 0.")
