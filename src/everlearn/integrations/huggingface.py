@@ -237,6 +237,9 @@ class Pairs:
     def __init__(self, loader: Any, model: nn.Module) -> None:
         self.loader = loader
         self.model = model
+        # They show whether the examples are divided among processes.
+        self.sampler = getattr(loader, "sampler", None)
+        self.batch_sampler = getattr(loader, "batch_sampler", None)
 
     def __len__(self) -> int:
         return len(self.loader)

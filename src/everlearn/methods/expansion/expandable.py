@@ -88,6 +88,12 @@ class ExpandableRepresentation(FeatureReplay):
     def begin_task(self, model: nn.Module, task: Any) -> None:
         """Freeze a copy of the extractor; the model continues as the newest one."""
         refuse_sharded(model, type(self).__name__)
+        source = getattr(task, "train", None)
+        if distributed.world_size() > 1 and getattr(source, "is_distributed", False):
+            raise ValueError(
+                "ExpandableRepresentation fills its memory from all examples of a task, and this loader gives each "
+                "process a share: give it the data set as the task, such as Continual(method, task=dataset)."
+            )
         inner = unwrap(model)
         name, layer = output_layer(model, self.output)
         check_separate(inner, name, layer)
