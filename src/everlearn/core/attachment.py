@@ -134,7 +134,6 @@ class Attachment:
         """Add the penalty's gradient if no loss contains it, then let the method edit the gradients."""
         if all(p.grad is None for p in self.model.parameters()):
             return
-
         # A later begin_task may have added parameters that the optimizer lacks.
         method_parameters = list(self.method.parameters())
         parameters = [id(p) for p in (*self.model.parameters(), *method_parameters)]
