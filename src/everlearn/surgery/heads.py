@@ -31,6 +31,24 @@ def output_layer(model: nn.Module, name: str | None = None) -> tuple[str, nn.Lin
     raise ValueError(f"{type(model).__name__} has no {wanted}; its linear layers are: {', '.join(layers) or 'none'}.")
 
 
+def tied_parameters(model: nn.Module, name: str) -> list[str]:
+    """List the parameters outside a layer that are the layer's own, as an embedding may be the output layer's weight.
+
+    >>> net = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5))
+    >>> net[1].weight = net[0].weight
+    >>> tied_parameters(net, "1")
+    ['0.weight']
+
+    Args:
+        model: the model.
+        name: name of the layer.
+    """
+    inner = unwrap(model)
+    layer_ids = {id(p) for p in inner.get_submodule(name).parameters()}
+    names = [n for n, p in inner.named_parameters(remove_duplicate=False) if id(p) in layer_ids]
+    return [n for n in names if not n.startswith(f"{name}.".lstrip("."))]
+
+
 def grow_output(model: nn.Module, outputs: int, name: str | None = None) -> None:
     """Add outputs to the output layer. The values of its old outputs stay the same, up to rounding.
 

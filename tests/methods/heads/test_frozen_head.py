@@ -478,3 +478,28 @@ def test_a_compiled_model_equals_a_plain_one(head, online):
     model(x)
     train_tasks(model, method, stream.tasks[:2])
     torch.testing.assert_close(method.predict(model, x), plain_method.predict(plain_model, x))
+
+
+def test_a_head_that_cannot_be_solved_does_not_count_its_examples():
+    x, y = _few()
+    method, model = StreamingLDA(shrinkage=0.0), make_net()
+    with pytest.raises(ValueError, match="raise the shrinkage"):
+        method.end_task(model, (x, y))
+    method.shrinkage = 1e-3
+    method.end_task(model, (x, y))
+    assert method.statistics["counts"].sum() == len(x)
+
+
+def test_an_output_layer_tied_to_an_embedding_is_refused(head):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(20, 8)
+            self.out = nn.Linear(8, 20, bias=False)
+            self.out.weight = self.embed.weight
+
+        def forward(self, x):
+            return self.out(self.embed(x).mean(1))
+
+    with pytest.raises(ValueError, match=r"shares its weight with embed.weight"):
+        head.end_task(Tied(), (torch.randint(20, (8, 3)), torch.arange(8) % 2))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -32,7 +34,7 @@ from everlearn.runtime import distributed
 from everlearn.surgery.feature_head import FeatureHead, RandomFourier, RandomReLU, feature_head, replace_output
 from everlearn.surgery.features import FeatureRecorder
 from everlearn.surgery.freezing import FrozenEntries
-from everlearn.surgery.heads import grow_output, output_layer
+from everlearn.surgery.heads import grow_output, output_layer, tied_parameters
 from everlearn.surgery.hooks import recompile
 
 # Logit of a class without examples: finite, so that a loss stays a number, and below all others.
@@ -150,7 +152,7 @@ class FrozenHead(Method):
     def begin_task(self, model: nn.Module, task: Any) -> None:
         """Freeze the model, unless its first task trains it."""
         self._check_likelihood(task)
-        refuse_sharded(model.parameters(), type(self).__name__)
+        refuse_sharded(model, type(self).__name__)
         if self.is_adapting:
             return
         self._freeze(model)
@@ -169,11 +171,12 @@ class FrozenHead(Method):
         """Add the statistics of the task, and write the output layer."""
         self._check_likelihood(task)
         has_observed = self.online and not self.is_adapting
-        self.is_adapting = False
         self._freeze(model)
-        if not has_observed:
-            self._collect(model, as_task(task), 1.0)
-        self.write_head(model)
+        with self._restored_on_error():
+            if not has_observed:
+                self._collect(model, as_task(task), 1.0)
+            self.write_head(model)
+        self.is_adapting = False
 
     def predict(self, model: nn.Module, x: Any, task: Tensor | None = None) -> Tensor:
         """Return the outputs of the model, after writing what was observed into its output layer."""
@@ -195,8 +198,9 @@ class FrozenHead(Method):
         self._check_likelihood(task)
         self._check_learned(task)
         self._freeze(model)
-        self._collect(model, task, -1.0)
-        self.write_head(model)
+        with self._restored_on_error():
+            self._collect(model, task, -1.0)
+            self.write_head(model)
 
     def detach(self, model: nn.Module) -> None:
         """Unfreeze the model; its output layer stays."""
@@ -269,6 +273,13 @@ class FrozenHead(Method):
     def _freeze(self, model: nn.Module) -> None:
         """Freeze the model, and raise if its features have changed since the first statistics."""
         name, head = feature_head(model, self.output)
+        tied_names = tied_parameters(model, name)
+        if tied_names:
+            raise ValueError(
+                f"The output layer {name!r} shares its weight with {tied_names[0]}: writing it would change the "
+                f"features. Give it a separate weight, model.{name}.weight = "
+                f"nn.Parameter(model.{name}.weight.detach().clone()), or name another layer, output=…."
+            )
         self._frozen.release(model)
         self._frozen.freeze_features(model, f"{name}.output" if isinstance(head, FeatureHead) else name)
         head.requires_grad_(False)
@@ -284,9 +295,19 @@ class FrozenHead(Method):
             self._recorder.register(unwrap(model), name)
             recompile(model)
 
+    @contextmanager
+    def _restored_on_error(self) -> Iterator[None]:
+        """Restore the statistics if the code inside fails, so that a second attempt does not count examples twice."""
+        previous = self.statistics
+        try:
+            yield
+        except BaseException:
+            self.statistics = previous
+            raise
+
     @torch.no_grad()
     def _collect(self, model: nn.Module, task: Task, sign: float) -> None:
-        """Pass over a task once; if that fails, the statistics are those of before."""
+        """Pass over a task once, and replace the statistics by new ones."""
         name, _ = feature_head(model, self.output)
         previous = self.statistics
         is_shared = self.is_additive and distributed.world_size() > 1
@@ -295,14 +316,10 @@ class FrozenHead(Method):
         self.statistics = {}
         if not is_shared:
             self.statistics = {key: value.clone() for key, value in previous.items()}
-        try:
-            for features, labels in iterate_features(model, name, task, is_shared):
-                self._add_features(features, labels, sign)
-            if is_shared:
-                self.statistics = sum_statistics(self.statistics, previous)
-        except BaseException:
-            self.statistics = previous
-            raise
+        for features, labels in iterate_features(model, name, task, is_shared):
+            self._add_features(features, labels, sign)
+        if is_shared:
+            self.statistics = sum_statistics(self.statistics, previous)
 
     def compute_features(self, model: nn.Module, x: Any) -> Tensor:
         """Return the features φ of some inputs, in evaluation mode."""

@@ -93,7 +93,7 @@ class SLCA(Method):
     def begin_task(self, model: nn.Module, task: Any) -> None:
         """Check the model and the task."""
         check_classes(task, "SLCA")
-        refuse_sharded(model.parameters(), "SLCA")
+        refuse_sharded(model, "SLCA")
         output_layer(model, self.output)
         self._is_begun = True
         self._num_steps = None
