@@ -36,6 +36,7 @@ from everlearn import (
     Task,
     streams,
 )
+from everlearn.surgery.heads import grow_output
 from tests.helpers import state_vector
 
 METHODS = {
@@ -299,27 +300,24 @@ def test_other_likelihoods(make, likelihood, loss, target, tasks):
 
 
 @pytest.mark.parametrize("call", ["loss", "penalty"])
-@pytest.mark.parametrize("name", ["ewc", "mas", "l2"])
-def test_a_loop_that_adds_the_penalty_itself_counts_it_once(name, call, tasks):
+@pytest.mark.parametrize("name", ["ewc", "mas", "l2", "lwf"])
+def test_a_loop_that_adds_terms_of_the_method_itself_is_refused(name, call, tasks):
     method = METHODS[name]()
     model = net()
     train(method, model, tasks[:1], attach=False)
     x, y = tasks[1][0]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.1)
-
-    expected = torch.autograd.grad(method.loss(model, Batch(x, y)), list(model.parameters()))
-    optimizer.zero_grad()
-    with method.attach(model, optimizer):
+    method.begin_task(model, (x, y))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with method.attach(model, optimizer) as attached:
+        outputs = model(x)
         if call == "loss":
-            method.loss(model, Batch(x, y)).backward()
+            loss = method.loss(model, Batch(x, y))
         else:
-            (F.cross_entropy(model(x), y) + method.penalty(model)).backward()
-        optimizer.step()
-    for p, gradient in zip(model.parameters(), expected, strict=True):
-        torch.testing.assert_close(p.grad, gradient)
+            loss = F.cross_entropy(outputs, y) + method.penalty(model, Batch(x, y), outputs)
+        with pytest.raises(ValueError, match=r"would add these terms twice: take the loss from attached\.loss"):
+            loss.backward(retain_graph=True)
+        with pytest.raises(ValueError, match="twice"):
+            attached.loss(loss, x, y, outputs).backward()
 
 
 def test_a_penalty_that_is_only_displayed_is_still_added(tasks):
@@ -341,20 +339,56 @@ def test_a_penalty_that_is_only_displayed_is_still_added(tasks):
         torch.testing.assert_close(p.grad, gradient)
 
 
-@pytest.mark.parametrize("name", ["ewc", "lwf"])
-def test_a_term_that_is_added_twice_is_refused(name, tasks):
+@pytest.mark.parametrize("name", ["ewc", "l2"])
+def test_the_penalty_is_added_if_the_result_of_loss_is_thrown_away(name, tasks):
+    weights = []
+    for is_thrown_away in (True, False):
+        method = METHODS[name]()
+        model = net()
+        train(method, model, tasks[:1], attach=False)
+        x, y = tasks[1][0]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with method.attach(model, optimizer) as attached:
+            for _ in range(3):
+                outputs = model(x)
+                loss = F.cross_entropy(outputs, y)
+                total = attached.loss(loss, x, y, outputs)
+                optimizer.zero_grad()
+                (loss if is_thrown_away else total).backward()
+                optimizer.step()
+        weights.append(state_vector(model))
+    torch.testing.assert_close(*weights)
+
+
+@pytest.mark.parametrize("name", ["er", "der", "lwf", "agem", "chain"])
+def test_a_result_of_loss_that_is_thrown_away_is_noticed(name, tasks):
     method = METHODS[name]()
     model = net()
     train(method, model, tasks[:1], attach=False)
     x, y = tasks[1][0]
-    method.begin_task(model, (x, y))
+    method.begin_task(model, as_task(tasks[1]))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with method.attach(model, optimizer) as attached, pytest.raises(ValueError, match="twice"):
-        for _ in range(2):
+    with method.attach(model, optimizer) as attached:
+        outputs = model(x)
+        loss = F.cross_entropy(outputs, y)
+        attached.loss(loss, x, y, outputs)
+        loss.backward()
+        with pytest.raises(ValueError, match=r"call backward\(\) of this loss"):
+            optimizer.step()
+
+
+def test_a_batch_that_the_loop_skips_is_no_mistake(tasks):
+    method = ER(60)
+    model = net()
+    x, y = tasks[0][0]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with method.attach(model, optimizer) as attached:
+        for is_skipped in (True, False):
             outputs = model(x)
-            loss = F.cross_entropy(outputs, y) + method.penalty(model, Batch(x, y), outputs)
-            optimizer.zero_grad()
-            attached.loss(loss, x, y, outputs).backward()
+            loss = attached.loss(F.cross_entropy(outputs, y), x, y, outputs)
+            if is_skipped:
+                continue
+            loss.backward()
             optimizer.step()
 
 
@@ -614,7 +648,10 @@ def test_a_loop_that_adds_only_a_part_of_a_chain_is_refused(tasks):
             p.add_(0.1)
     x, y = tasks[1][0]
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with chain.attach(model, optimizer), pytest.raises(ValueError, match=r"EWC \+ L2 is attached"):
+    with (
+        chain.attach(model, optimizer),
+        pytest.raises(ValueError, match=r"EWC\.penalty\(\), but EWC \+ L2 is attached"),
+    ):
         (F.cross_entropy(model(x), y) + ewc.penalty(model)).backward()
         optimizer.step()
 
@@ -646,3 +683,23 @@ def test_a_forgotten_attachment_does_not_break_other_steps(tasks):
     optimizer.register_step_pre_hook(lambda *arguments: gc.collect() and None)
     F.cross_entropy(model(x), y).backward()
     optimizer.step()
+
+
+def test_a_model_that_grows_after_it_was_attached_is_noticed_at_the_first_step(tasks):
+    model = net()
+    x, y = tasks[0][0]
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with EWC(50.0).attach(model, optimizer) as attached:
+        grow_output(model, 4)
+        outputs = model(x)
+        attached.loss(F.cross_entropy(outputs, y), x, y, outputs).backward()
+        with pytest.raises(ValueError, match=r"does not have 3\.weight, 3\.bias"):
+            optimizer.step()
+
+
+def test_a_loss_of_zero_is_used_as_it_is(tasks):
+    model = net()
+    x, y = tasks[0][0]
+    with ER(16).attach(model, torch.optim.SGD(model.parameters(), 0.1)) as attached:
+        outputs = model(x)
+        assert attached.loss(0 * outputs.sum(), x, y, outputs) == 0

@@ -4,9 +4,27 @@ from typing import Literal
 
 import pytest
 import torch
+from torch import nn
 
 import everlearn
-from everlearn import DEN, HAT, L2, PNN, Batch, Chain, ExpandableRepresentation, ExpandNet, Freeze, Method, train
+from everlearn import (
+    DEN,
+    EWC,
+    HAT,
+    L2,
+    MAS,
+    PNN,
+    SI,
+    Batch,
+    Chain,
+    ExpandableRepresentation,
+    ExpandNet,
+    Freeze,
+    LwF,
+    Method,
+    Task,
+    train,
+)
 from everlearn.results.report.rows import as_csv, as_markdown, run_rows
 from everlearn.results.report.table import table
 
@@ -231,3 +249,70 @@ def test_a_dict_instead_of_a_batch_is_refused_with_the_correction():
     assert torch.equal(Method().loss(model, corrected_batch), expected)
     with pytest.raises(TypeError, match=r"got a list: write Batch\(x, y\)\."):
         Method().loss(model, [batch().x, batch().y])
+
+
+def test_a_misspelled_hook_is_refused():
+    with pytest.raises(TypeError, match=r"Mine\.befor_step is not a hook .* rename it to before_step"):
+
+        class Mine(Method):
+            def befor_step(self, model):
+                pass
+
+    with pytest.raises(TypeError, match="rename it to end_task"):
+
+        class Inherited(EWC):
+            def end_tasks(self, model, task):
+                pass
+
+
+def test_functions_that_are_no_hooks_are_allowed():
+    class Mine(Method):
+        def observed(self):
+            """Has other arguments than ``observe``."""
+
+        def predict(self, model, x, task=None):
+            return self.predicts(model, x, task)
+
+        def predicts(self, model, x, task=None):
+            """Stands beside ``predict``."""
+
+        def importance_of(self, model):
+            pass
+
+        def _befor_step(self, model):
+            pass
+
+    Mine()
+
+
+@pytest.mark.parametrize("make", [EWC, MAS, L2, SI, LwF, lambda: EWC() + LwF()])
+@pytest.mark.parametrize("has_ids", [True, False])
+def test_a_task_that_has_not_ended_is_noticed(make, has_ids):
+    def tasks():
+        x = torch.rand(8, 3)
+        y = torch.arange(8) % 2
+        return [Task((x, y), id=k if has_ids else None) for k in range(2)]
+
+    def step(method, model, task):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        method.loss(model, next(iter(task.batches(8)))).backward()
+        method.before_step(model)
+        optimizer.step()
+        method.after_step(model)
+
+    first, second = tasks()
+    method = make()
+    model = nn.Linear(3, 2)
+    method.begin_task(model, first)
+    step(method, model, first)
+    method.begin_task(model, first)  # training resumes
+    if has_ids:
+        method.begin_task(model, tasks()[0])  # a further chunk
+    method.load_state_dict(method.state_dict())
+    method.begin_task(model, first)
+    step(method, model, first)
+    with pytest.warns(UserWarning, match="does not protect what was learned since the last begin_task"):
+        method.begin_task(model, second)
+    step(method, model, second)
+    method.end_task(model, second)
+    method.begin_task(model, tasks()[0])

@@ -4,11 +4,34 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 
-from everlearn import AGEM, EWC, GEM, L2, MAS, SI, Batch, LwF, Method, train
-from everlearn.core.parameters import trainable_parameters
+from everlearn import (
+    AGEM,
+    DEN,
+    DER,
+    ER,
+    ERACE,
+    EWC,
+    GEM,
+    HAT,
+    L2,
+    MAS,
+    PNN,
+    SI,
+    Batch,
+    DERpp,
+    ExpandableRepresentation,
+    ExpandNet,
+    Freeze,
+    GenerativeReplay,
+    LwF,
+    Method,
+    PackNet,
+    train,
+)
+from everlearn.core.parameters import all_parameters, trainable_parameters
 from everlearn.curvature import fisher
 
 METHODS = {
@@ -109,6 +132,110 @@ def error_message(call):
     except (ValueError, TypeError) as error:
         return str(error)
     return "no error"
+
+
+# All examples are stored and replayed, so that the result does not depend on a random draw.
+WITH_EXAMPLES = {
+    "er": lambda: ER(200, 200),
+    "er separate": lambda: ER(200, 200, joint=False),
+    "der": lambda: DER(200, 200),
+    "derpp": lambda: DERpp(200, 200),
+    "er-ace": lambda: ERACE(200, 200),
+}
+FLAT = {**WITH_EXAMPLES, "finetune": Method, "freeze": Freeze, "l2": lambda: L2(1.0), "si": lambda: SI(1.0)}
+
+
+def flat_net():
+    """Shard by FullyShardedDataParallel (FSDP1), whose shards are flat."""
+    return FullyShardedDataParallel(net(), device_id=torch.device("cpu"), use_orig_params=True)
+
+
+def train_attached(method, model):
+    """Train attached, with the batch in the loss, and return all weights."""
+    rng = torch.Generator().manual_seed(1)
+    for _ in range(2):
+        x = torch.rand(32, 6, generator=rng)
+        y = torch.randint(4, (32,), generator=rng)
+        method.begin_task(model, (x, y))
+        optimizer = torch.optim.SGD([*model.parameters(), *method.parameters()], lr=0.1)
+        with method.attach(model, optimizer) as attached:
+            for micro_batch in Batch(x, y).chunk(4):
+                outputs = model(micro_batch.x)
+                optimizer.zero_grad()
+                attached.loss(micro_batch.loss(outputs), micro_batch.x, micro_batch.y, outputs).backward()
+                optimizer.step()
+        method.end_task(model, (x, y))
+    if isinstance(model, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(model):
+            return [p.detach().clone() for p in model.parameters()]
+    return [p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in all_parameters(model).values()]
+
+
+@pytest.mark.filterwarnings("ignore:.*FSDP.*")
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_attached_replay_of_sharded_parameters_equals_unsharded_training(run_two_processes, is_flat):
+    methods = FLAT if is_flat else WITH_EXAMPLES
+    expected = {name: train_attached(make(), net()) for name, make in methods.items()}
+
+    def train_sharded():
+        make_model = flat_net if is_flat else lambda: net(sharded=True)
+        return {name: train_attached(make(), make_model()) for name, make in methods.items()}
+
+    for process_weights in run_two_processes(train_sharded):
+        for name, weights in process_weights.items():
+            for p, expected_p in zip(weights, expected[name], strict=True):
+                torch.testing.assert_close(p, expected_p, rtol=1e-6, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_methods_that_need_whole_parameters_refuse_shards(run_two_processes, is_flat):
+    methods = [
+        LwF, lambda: AGEM(50), lambda: GEM(50), PackNet, HAT, PNN, ExpandNet, DEN,
+        lambda: ExpandableRepresentation(50), lambda: GenerativeReplay(hidden=8, latent=2),
+    ]  # fmt: skip
+
+    def error_messages():
+        model = flat_net() if is_flat else net(sharded=True)
+        return [error_message(lambda make=make: train_attached(make(), model)) for make in methods]
+
+    for messages in run_two_processes(error_messages):
+        assert [m for m in messages if "needs whole parameters, and these are sharded" not in m] == []
+
+
+def test_importances_of_flat_shards_are_refused(run_two_processes):
+    def error_messages():
+        model = flat_net()
+        data = (torch.randn(8, 6), torch.arange(8) % 4)
+        importance = {n: torch.ones_like(p) for n, p in net().named_parameters()}
+        return [
+            error_message(lambda: fisher(model, data)),
+            error_message(lambda: EWC().consolidate(model, importance)),
+            error_message(lambda: train(model, Method(), data, epochs=1)),
+        ]
+
+    for fisher_message, consolidate_message, trainer_message in run_two_processes(error_messages):
+        assert "per-example gradients need complete ones" in fisher_message
+        assert "use torch.distributed.fsdp.fully_shard, or SI or L2" in consolidate_message
+        assert "average their own gradients" in trainer_message
+
+
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_the_hugging_face_callback_clips_by_the_norm_over_all_shards(run_two_processes, is_flat):
+    pytest.importorskip("transformers")
+
+    def clipped_norm():
+        from everlearn.integrations.huggingface import clip_gradients
+
+        model = flat_net() if is_flat else net(sharded=True)
+        torch.manual_seed(0)
+        (100 * model(torch.randn(8, 6)).square().sum()).backward()
+        clip_gradients(model, 0.5)
+        shards = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
+        total = sum(shard.square().sum() for shard in shards if shard is not None).reshape(1)
+        torch.distributed.all_reduce(total)
+        return float(total.sqrt())
+
+    assert run_two_processes(clipped_norm) == pytest.approx([0.5, 0.5], rel=1e-4)
 
 
 def test_operations_that_need_unsharded_parameters_are_refused(run_two_processes):

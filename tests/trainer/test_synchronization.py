@@ -39,9 +39,9 @@ CPU_FUNCTIONS = {"_refuse_nan", "_is_one", "_is_known_finite"}
 
 # Synchronizations of ten steps at most, with the reason; all other methods have none.
 MAX_COUNTS = {
-    "gem": 400,  # its quadratic program is solved with conditions on the values, in as many rounds as it needs
-    "den": 60,  # whether all entries of a layer are locked, which entries to lock, and whether the loss is low enough
-    "expandnet": 30,  # the loss that is compared with the threshold, and which units the lasso has removed
+    "gem": 10,  # one copy per step: its quadratic program of a variable per task is solved on the CPU
+    "den": 8,  # at the ends of phases: the loss that decides about growth, and which layers are locked completely
+    "expandnet": 2,  # at its looks: the loss that decides about growth
 }
 
 
@@ -63,6 +63,12 @@ class Accelerator(TorchDispatchMode):
             storage = value.untyped_storage()
             self.storages[storage._cdata] = storage
         return value
+
+    def take(self, value):
+        """Copy a tensor to the host."""
+        copy = value.detach().clone()
+        self.storages.pop(copy.untyped_storage()._cdata)
+        return copy
 
     def has(self, value):
         return isinstance(value, Tensor) and value.untyped_storage()._cdata in self.storages
@@ -106,6 +112,8 @@ class Calls(TorchFunctionMode):
         kwargs = kwargs or {}
         if function in READING_CALLS and self.accelerator.has(args[0]):
             self.accelerator.count(function.__name__)
+            if function is Tensor.cpu:
+                return self.accelerator.take(args[0])
         if function is Tensor.to and kwargs.get("non_blocking"):
             return self.accelerator.put(args[0].clone())
         outputs = function(*args, **kwargs)

@@ -162,6 +162,9 @@ def update(*, options: Annotated[Updating, Parameter(name="*")]) -> int:
     accuracy on old held-out sets fell by more than the tolerance, and nothing was replaced. If the process is killed,
     model and state are complete, from before or after the update; repeat the command to resume.
 
+    --method ranpac teaches new classes to a pretrained model in seconds: it trains nothing and stores no examples. With
+    --forget rows.parquet instead of --data, learned rows are taken out again.
+
     Args:
         options: Model, data, method, and by how much old accuracy may fall.
     """
@@ -236,7 +239,7 @@ def start(arguments: Sequence[str]) -> int:
         return _print_error(explain(error), 2)
     except UsageError as error:
         return _print_error(str(error), 2)
-    except (OSError, ValueError, TypeError, ImportError) as error:
+    except (OSError, ValueError, TypeError, ImportError, MemoryError) as error:
         return _print_error(str(error), 1)
     except KeyboardInterrupt:
         return _print_error("Stopped. Finished runs are kept; repeat the command to resume.", 130)

@@ -129,7 +129,14 @@ class Updating(BaseModel):
     )
     weights: Path = Field(description="The deployed weights, a safetensors file; replaced if the update is accepted.")
     state: Path = Field(description="The state folder; for a first update a new or empty one.")
-    data: Path = Field(description="The new data: a .csv, .tsv, .parquet or .npz file, or a folder of images.")
+    data: Path | None = Field(
+        None, description="The new data: a .csv, .tsv, .parquet or .npz file, or a folder of images."
+    )
+    forget: Path | None = Field(
+        None,
+        description="Instead of --data: learned rows to take out again, exactly (heads on frozen features only). "
+        "--versions 1 also deletes earlier versions, which still contain them.",
+    )
     method: str = Field(
         "",
         description="The method that protects the old skills; 'er+ewc' chains two. By default that of the last update.",

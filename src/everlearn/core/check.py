@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import html
+import inspect
 import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from everlearn.core.method import Method
 
 SHOWN_NAMES = 4
+HOOKS = ("begin_task", "task_loss", "penalty", "observe", "before_step", "after_step", "end_task", "predict")
 
 
 @dataclass(frozen=True)
@@ -187,6 +190,23 @@ def refuse_problems(report: Report) -> None:
     """Raise ValueError if there is a problem, before a step is taken."""
     if report.problems:
         raise ValueError(" ".join(report.problems))
+
+
+def refuse_misspelled_hooks(method_class: type, base: type) -> None:
+    """Raise TypeError if a class has a function that looks like a hook and is none: it would never be called.
+
+    The name must be close to that of a hook which the class does not define, with as many arguments.
+    """
+    for name, function in vars(method_class).items():
+        if name.startswith("_") or hasattr(base, name) or not inspect.isfunction(function):
+            continue
+        for hook in difflib.get_close_matches(name, HOOKS, n=1, cutoff=0.85):
+            num_arguments = len(inspect.signature(getattr(base, hook)).parameters)
+            if hook not in vars(method_class) and len(inspect.signature(function).parameters) == num_arguments:
+                raise TypeError(
+                    f"{method_class.__name__}.{name} is not a hook and would never be called: rename it to {hook}, or "
+                    f"to something less similar. The hooks are {', '.join(HOOKS)}."
+                )
 
 
 def describe_parameters(names: list[str], all_parameters: dict[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, cast, get_type_hints
@@ -11,8 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from everlearn.core.attachment import Attachment
+from everlearn.core.attachment_checks import refuse_gradient
 from everlearn.core.batch import Batch
-from everlearn.core.check import Report, check_method
+from everlearn.core.check import Report, check_method, refuse_misspelled_hooks
 from everlearn.core.data_source import unlisted
 from everlearn.core.forward import check_next_tokens, forward
 from everlearn.core.hyperparameters import check_field
@@ -82,6 +84,13 @@ class Method:
 
     # Calls the hooks in a training loop that does not call them itself.
     _attached = cast("Attachment | None", None)
+
+    # The task that has begun and not ended, of methods whose ``end_task`` consolidates: its id, or that of the object.
+    _open_task = cast("int | None", None)
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        refuse_misspelled_hooks(cls, Method)
 
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self), include_extras=True)
@@ -160,9 +169,9 @@ class Method:
         return self._note_loss(loss)
 
     def _note_loss(self, loss: Tensor) -> Tensor:
-        """Return the loss unchanged, after reporting it to the attachment, which would add it a second time."""
-        if self._attached is not None:
-            self._attached.note_loss(self, loss)
+        """Return the loss unchanged; a loop that the method is attached to may not differentiate it."""
+        if self._attached is not None and not self._attached.is_computing:
+            refuse_gradient(loss, self, self._attached.method)
         return loss
 
     def attach(self, model: nn.Module, optimizer: Optimizer, likelihood: Likelihood | None = None) -> Attachment:
@@ -207,6 +216,20 @@ class Method:
         """Whether anything beyond the task loss depends on the batch, not only on the parameters."""
         has_batch_penalty = self.changes("penalty") and self.penalty_uses_batch
         return has_batch_penalty or self.changes("task_loss") or self.changes("observe")
+
+    def _open(self, task: Any) -> None:
+        """Warn if another task has begun and not ended; ``end_task`` sets ``_open_task`` to None."""
+        task_id = getattr(task, "id", None)
+        if task_id is None:
+            task_id = id(task)
+        if self._open_task not in (None, task_id):
+            warnings.warn(
+                f"{type(self).__name__} does not protect what was learned since the last begin_task: end_task(model, "
+                "task) was not called before the next task.",
+                UserWarning,
+                stacklevel=3,
+            )
+        self._open_task = task_id
 
     def _check_statistics(self, model: nn.Module) -> None:
         """Warn once, in a later task, of running statistics that the method does not protect."""
@@ -258,6 +281,7 @@ class Method:
                 attribute.load_state_dict(copy.deepcopy(value))
             else:
                 setattr(self, name, copy.deepcopy(value))
+        self._open_task = None
 
     def detach(self, model: nn.Module) -> None:
         """Remove everything that the method has added to the model, such as hooks and frozen flags."""

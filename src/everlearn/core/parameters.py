@@ -165,12 +165,18 @@ def is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "full_tensor")
 
 
-def refuse_sharded(parameters: Iterable[Tensor], caller: str) -> None:
+def has_sharded_parameters(model: nn.Module) -> bool:
+    """Whether parameters are divided among processes, by ``fully_shard`` or by ``FullyShardedDataParallel``."""
+    is_flattened = any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules())
+    return is_flattened or any(map(is_sharded, model.parameters()))
+
+
+def refuse_sharded(model: nn.Module, caller: str) -> None:
     """Raise ValueError if parameters are sharded, in the name of the method or function that needs them whole."""
-    if any(map(is_sharded, parameters)):
+    if has_sharded_parameters(model):
         raise ValueError(
-            f"{caller} needs whole parameters, and these are sharded (FSDP): use SI or L2, or EWC and MAS with "
-            "importances of a copy that is not sharded."
+            f"{caller} needs whole parameters, and these are sharded (FSDP): use SI, L2, ER or DER, or EWC and MAS "
+            "with importances of a copy that is not sharded."
         )
 
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from everlearn.core.attachment import Attachment
-from everlearn.core.attachment_checks import common_weights, find_ratio, is_close
 from everlearn.core.batch import Batch
 from everlearn.core.check import refuse_problems
 from everlearn.core.data_source import as_rows
 from everlearn.core.forward import next_token_labels, shifts_labels
 from everlearn.core.likelihood import Likelihood
+from everlearn.core.loss_weight import common_weights, find_ratio, is_close
 from everlearn.core.method import Method
 from everlearn.core.task import Task, as_task
 from everlearn.runtime import files
@@ -131,7 +131,7 @@ class Continual(TrainerCallback):  # type: ignore[misc]
         self._restore_clipping()
         self._attached.before_step()
         if args.max_grad_norm:
-            nn.utils.clip_grad_norm_(self._attached.model.parameters(), args.max_grad_norm)
+            clip_gradients(kwargs["model"], args.max_grad_norm)
 
     def _restore_clipping(self) -> None:
         if self._training_arguments is not None:
@@ -217,6 +217,15 @@ class Continual(TrainerCallback):  # type: ignore[misc]
         return 1.0
 
 
+def clip_gradients(model: nn.Module, max_norm: float) -> None:
+    """Clip gradients by their norm over all processes; FullyShardedDataParallel knows how for its flat shards."""
+    clip: Any = getattr(model, "clip_grad_norm_", None)
+    if clip is not None:
+        clip(max_norm)
+    else:
+        nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+
+
 class Pairs:
     """Batches of a loader as pairs of inputs and labels.
 
@@ -228,6 +237,9 @@ class Pairs:
     def __init__(self, loader: Any, model: nn.Module) -> None:
         self.loader = loader
         self.model = model
+        # They show whether the examples are divided among processes.
+        self.sampler = getattr(loader, "sampler", None)
+        self.batch_sampler = getattr(loader, "batch_sampler", None)
 
     def __len__(self) -> int:
         return len(self.loader)

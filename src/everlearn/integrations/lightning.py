@@ -31,6 +31,16 @@ class TransferredBatches:
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
 
+    @property
+    def sampler(self) -> Any:
+        """The sampler, which shows that the examples are divided among processes."""
+        return getattr(self.trainer.train_dataloader, "sampler", None)
+
+    @property
+    def batch_sampler(self) -> Any:
+        """The batch sampler, likewise."""
+        return getattr(self.trainer.train_dataloader, "batch_sampler", None)
+
     def __len__(self) -> int:
         return len(self.trainer.train_dataloader)
 
@@ -108,7 +118,8 @@ class Continual(Callback):  # type: ignore[misc]
         refuse_problems(self.method.check(model))
         self._attached = self.method.attach(model, trainer.optimizers[0], likelihood)
 
-        pass_hook = model.register_forward_hook(self._record_pass, with_kwargs=True)
+        # A method may copy the model: a bound method would be copied with it, and with it the callback.
+        pass_hook = model.register_forward_hook(lambda *call: self._record_pass(*call), with_kwargs=True)
         training_step: Callable[..., Any] = pl_module.training_step  # type: ignore[assignment]
 
         @functools.wraps(training_step)

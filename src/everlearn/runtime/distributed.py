@@ -61,6 +61,11 @@ def broadcast_object(value: Any) -> Any:
     return buffer[0]
 
 
+def initial_seed() -> int:
+    """Return torch's seed of process 0 in every process, for random numbers that all processes must agree on."""
+    return int(broadcast_object(torch.initial_seed()))
+
+
 def all_gather_object(value: Any) -> list[Any]:
     """Return the objects of all processes, in every process."""
     if world_size() == 1:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from everlearn.core.parameters import unwrap
 from everlearn.surgery.heads import output_layer
+from everlearn.surgery.hooks import recompile
 
 
 class Normalize(nn.Module):
@@ -26,7 +27,9 @@ class Normalize(nn.Module):
     def forward(self, features: Tensor) -> Tensor:
         """Return φ / ‖φ‖."""
         norm: Tensor = features.norm(dim=-1, keepdim=True)
-        return features / norm.clamp_min(self.epsilon.to(norm.dtype))
+        # Half precision rounds epsilon to zero, and features that are all zero would become NaN.
+        smallest = torch.finfo(norm.dtype).tiny
+        return features / norm.clamp_min(self.epsilon.to(norm.dtype)).clamp_min(smallest)
 
 
 class RandomReLU(nn.Module):
@@ -96,12 +99,22 @@ class FeatureHead(nn.Sequential):
         if random_features is not None:
             self.in_features = random_features.weight.shape[1]
 
+    def computes(self, normalize: bool, random_features: RandomReLU | RandomFourier | None) -> bool:
+        """Return whether the classifier gets these functions of the features, with the same random weights."""
+        expected = FeatureHead(self.output, normalize, random_features)
+        weights = dict(self.named_buffers())
+        expected_weights = dict(expected.named_buffers())
+        return weights.keys() == expected_weights.keys() and all(
+            torch.equal(weight, expected_weights[name].to(weight)) for name, weight in weights.items()
+        )
+
 
 def replace_output(model: nn.Module, name: str, head: nn.Module) -> None:
     """Put a head in the place of the output layer of this name, on its device and in its mode."""
     old = unwrap(model).get_submodule(name)
     device = next(old.parameters()).device
     unwrap(model).set_submodule(name, head.to(device).train(old.training))
+    recompile(model)
 
 
 def feature_head(model: nn.Module, name: str | None = None) -> tuple[str, nn.Linear | FeatureHead]:
@@ -140,12 +153,14 @@ def restore_feature_head(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
         random_features: RandomReLU | RandomFourier | None = None
         if f"{name}.relu.weight" in state:
-            random_features = RandomReLU(torch.empty_like(state[f"{name}.relu.weight"]))
+            random_features = RandomReLU(torch.empty(state[f"{name}.relu.weight"].shape))
         elif f"{name}.fourier.weight" in state:
-            fourier_weight = torch.empty_like(state[f"{name}.fourier.weight"])
-            random_features = RandomFourier(fourier_weight, torch.empty_like(state[f"{name}.fourier.bias"]))
+            fourier_weight = torch.empty(state[f"{name}.fourier.weight"].shape)
+            random_features = RandomFourier(fourier_weight, torch.empty(state[f"{name}.fourier.bias"].shape))
 
+        # The dtype is the model's: the state may have been saved in another one.
         outputs, inputs = weight.shape
-        output = nn.Linear(inputs, outputs, f"{name}.output.bias" in state, dtype=weight.dtype)
+        output = nn.Linear(inputs, outputs, f"{name}.output.bias" in state)
         normalize = f"{name}.normalize.epsilon" in state
-        replace_output(model, name, FeatureHead(output, normalize, random_features))
+        head = FeatureHead(output, normalize, random_features)
+        replace_output(model, name, head.to(layer.weight.dtype))

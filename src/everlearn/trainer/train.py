@@ -18,7 +18,7 @@ from everlearn.core.batch import Batch
 from everlearn.core.check import refuse_problems
 from everlearn.core.data_source import Batches
 from everlearn.core.method import Method
-from everlearn.core.parameters import evaluating, is_sharded
+from everlearn.core.parameters import evaluating, has_sharded_parameters
 from everlearn.core.task import Task, as_task
 from everlearn.curvature.progress import show_progress
 from everlearn.runtime import distributed
@@ -135,7 +135,7 @@ class TaskTraining:
     ) -> None:
         check_task(task)
         check_num_epochs(method, training.epochs, training.iterations)
-        if any(map(is_sharded, model.parameters())):
+        if has_sharded_parameters(model):
             raise ValueError(
                 "These parameters are sharded (FSDP) and average their own gradients, so this loop would average them "
                 "twice: call the method's hooks in your own training loop, or attach the method."

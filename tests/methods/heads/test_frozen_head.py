@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.helpers import train_tasks
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -16,6 +15,7 @@ from everlearn.core.likelihood import Gaussian
 from everlearn.core.task import Task
 from everlearn.surgery.feature_head import FeatureHead, restore_feature_head
 from everlearn.trainer.checkpoints import CheckpointEvery
+from tests.helpers import train_tasks
 
 HEADS = {
     "nearest mean": NearestMean(),
@@ -390,3 +390,116 @@ def test_two_processes_equal_one(head, online, run_two_processes):
             torch.testing.assert_close(statistics[key], value, rtol=1e-6, atol=1e-9)
     agreement = (outputs.argmax(1) == predict(reference, reference_model, stream).argmax(1)).float().mean()
     assert agreement > 0.98
+
+
+def test_fields_that_statistics_depend_on_are_checked():
+    method = RanPAC(50, ridge=1.0, recursive=True)
+    method.end_task(make_net(), streams.digits("class")[0])
+    for change in ({"normalize": False}, {"recursive": False}, {"ridge": 2.0}):
+        with pytest.raises(ValueError, match=rf"do not fit {next(iter(change))}="):
+            replace(method, **change).load_state_dict(method.state_dict())
+    ridge = RanPAC(50, ridge=1.0)
+    ridge.end_task(make_net(), streams.digits("class")[0])
+    replace(ridge, ridge=2.0).load_state_dict(ridge.state_dict())
+    fecam = FeCAM()
+    fecam.end_task(make_net(), streams.digits("class")[0])
+    with pytest.raises(ValueError, match=r"FeCAM\(power=0.5\)"):
+        FeCAM(power=1.0).load_state_dict(fecam.state_dict())
+
+
+def test_a_loaded_state_replaces_what_was_computed(head):
+    """Of a method that has learned something else before."""
+    stream = streams.digits("class")
+    model, other_model = make_net(), make_net()
+    head.end_task(model, stream[0])
+    other = replace(head)
+    other.end_task(other_model, stream[1])
+    other.predict(other_model, stream[1].train.x)
+    other.load_state_dict(head.state_dict())
+    other_model.load_state_dict(model.state_dict())
+    x = torch.cat([stream[0].train.x, stream[1].train.x])
+    assert torch.equal(other.predict(other_model, x), head.predict(model, x))
+
+
+@pytest.mark.parametrize("other", HEADS.values(), ids=HEADS)
+def test_a_head_replaces_any_other(head, other):
+    """Heads with equally many but other random features do not share them."""
+    stream = streams.digits("class")
+    model, fresh_model = make_net(), make_net()
+    replace(other).end_task(model, stream[0])
+    reference = replace(head)
+    if hasattr(head, "seed"):
+        head = replace(head, seed=5)
+        reference = replace(reference, seed=5)
+    head.end_task(model, stream[1])
+    reference.end_task(fresh_model, stream[1])
+    torch.testing.assert_close(predict(head, model, stream), predict(reference, fresh_model, stream))
+
+
+def test_all_examples_cannot_be_forgotten(head):
+    stream = streams.digits("class")
+    model = make_net()
+    head.end_task(model, stream[0])
+    with pytest.raises(ValueError, match="none would be left"):
+        head.forget(model, stream[0])
+
+
+def test_models_in_half_precision():
+    x, y = streams.digits("class")[0].train.x.half(), streams.digits("class")[0].train.y
+    model = make_net(outputs=5).half()
+    method = NearestMean()
+    method.end_task(model, (x, y))
+    outputs = method.predict(model, x)
+    assert outputs.isfinite().all() and outputs.argmax(1).max() == 1
+
+
+def test_online_learning_continues_after_a_prediction():
+    stream = streams.digits("class")
+    model, reference_model = make_net(), make_net()
+    method, reference = RanPAC(50, online=True), RanPAC(50)
+    method.begin_task(model, stream[0])
+    for batch in stream[0].batches(32):
+        method.observe(batch, model(batch.x).detach())
+        method.predict(model, batch.x)
+    reference.end_task(reference_model, stream[0])
+    torch.testing.assert_close(
+        predict(method, model, stream), predict(reference, reference_model, stream), rtol=1e-4, atol=1e-4
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("online", [False, True])
+def test_a_compiled_model_equals_a_plain_one(head, online):
+    stream = streams.digits("class")
+    plain_method, plain_model = replace(head, online=online), make_net()
+    train_tasks(plain_model, plain_method, stream.tasks[:2])
+    method, model = replace(head, online=online), torch.compile(make_net(), backend="eager")
+    x = next(stream[0].examples(50)).x
+    model(x)
+    train_tasks(model, method, stream.tasks[:2])
+    torch.testing.assert_close(method.predict(model, x), plain_method.predict(plain_model, x))
+
+
+def test_a_head_that_cannot_be_solved_does_not_count_its_examples():
+    x, y = _few()
+    method, model = StreamingLDA(shrinkage=0.0), make_net()
+    with pytest.raises(ValueError, match="raise the shrinkage"):
+        method.end_task(model, (x, y))
+    method.shrinkage = 1e-3
+    method.end_task(model, (x, y))
+    assert method.statistics["counts"].sum() == len(x)
+
+
+def test_an_output_layer_tied_to_an_embedding_is_refused(head):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(20, 8)
+            self.out = nn.Linear(8, 20, bias=False)
+            self.out.weight = self.embed.weight
+
+        def forward(self, x):
+            return self.out(self.embed(x).mean(1))
+
+    with pytest.raises(ValueError, match=r"shares its weight with embed.weight"):
+        head.end_task(Tied(), (torch.randint(20, (8, 3)), torch.arange(8) % 2))

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from everlearn.core.data_source import Batches
 from everlearn.core.forward import forward
-from everlearn.core.parameters import Params, is_sharded, refuse_meta, trainable_parameters, unwrap
+from everlearn.core.parameters import Params, has_sharded_parameters, refuse_meta, trainable_parameters, unwrap
 from everlearn.core.task import Task
 from everlearn.curvature.per_example.fallback import (
     add_single_gradient,
@@ -94,7 +94,7 @@ class PerExample:
         if not self.parameters:
             raise ValueError(f"{type(self.model).__name__} has no trainable parameters to take gradients of.")
         refuse_meta(self.parameters.values())
-        if any(map(is_sharded, self.parameters.values())):
+        if has_sharded_parameters(self.model):
             raise ValueError(
                 "These parameters are sharded (FSDP), and per-example gradients need complete ones: compute the "
                 "importance with a copy that is not sharded and pass it, method.consolidate(model, importance), or use "

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from everlearn.core.batch import Batch
-from everlearn.core.parameters import Params, check_finite, grown, unwrap
+from everlearn.core.parameters import Params, accumulate_dtype, check_finite, grown, unwrap
 from everlearn.core.task import Task
 from everlearn.methods.expansion.added_units import AddedUnits, Block, View, as_parameters
 from everlearn.methods.expansion.loop_guard import LoopGuard, has_validation_data, validation_loss
@@ -22,7 +22,6 @@ from everlearn.surgery.functional import call_with, filled_copy
 from everlearn.surgery.heads import output_layer
 from everlearn.surgery.hooks import recompile, remove_hooks, temporarily_unhooked, without_hooks
 from everlearn.surgery.proximal import group_norms, group_soft_threshold_
-from everlearn.surgery.resize import unit_columns
 from everlearn.surgery.tracing import Link, Structure, find_structure, links, read_example
 
 INITIAL_NORM = 3**-0.5  # root mean square of ‖v‖₂ for n weights drawn from U(-1/√n, 1/√n)
@@ -55,7 +54,7 @@ class Expansion(Isolation):
         self.unlinked: list[tuple[str, str]] = []  # layers that get no units, each with the reason
         self.seed = 0
         self.steps = 0  # of the current task
-        self.loss_sum = 0.0  # of training losses since the last comparison with the threshold
+        self.loss_sum: Tensor | float = 0.0  # of training losses since the last comparison with the threshold
         self.loss_count = 0
         self._task: Task | None = None
         self._planned_steps: int | None = None
@@ -291,7 +290,9 @@ class Expansion(Isolation):
     def _record_loss(self, batch: Batch, outputs: Tensor) -> None:
         """Add the training loss to its running sum, unless validation data will be used."""
         if not has_validation_data(self._task):
-            self.loss_sum += float(batch.loss(outputs))
+            # Not read here: that would wait for an accelerator.
+            loss = batch.loss(outputs)
+            self.loss_sum = self.loss_sum + loss.to(accumulate_dtype(loss))
             self.loss_count += 1
 
     def _compute_loss(self, model: nn.Module) -> float:
@@ -306,7 +307,7 @@ class Expansion(Isolation):
             )
 
         # All processes must take the same decision.
-        mean_loss = distributed.sum_across(self.loss_sum) / distributed.sum_across(self.loss_count)
+        mean_loss = distributed.sum_across(float(self.loss_sum)) / distributed.sum_across(self.loss_count)
         self.loss_sum = 0.0
         self.loss_count = 0
         return mean_loss
@@ -368,19 +369,25 @@ class Expansion(Isolation):
                 continue
             groups, initial_norm = self._unit_groups(added_units, name)
             is_nonzero = group_soft_threshold_([g[:count] for g in groups], share * initial_norm)
-            if not is_nonzero.all():
-                self._zero_outgoing(added_units, name, (~is_nonzero).nonzero().flatten())
+            self._zero_outgoing(added_units, name, ~is_nonzero)
 
-    def _zero_outgoing(self, added_units: AddedUnits, name: str, units: Tensor) -> None:
-        """Zero the outgoing weights of units, which can then be removed exactly, even where f(0) is not 0."""
+    def _zero_outgoing(self, added_units: AddedUnits, name: str, is_removed: Tensor) -> None:
+        """Zero the outgoing weights of units, which can then be removed exactly, even where f(0) is not 0.
+
+        Args:
+            added_units: the units of the model.
+            name: the layer of the units.
+            is_removed: a mask of its first new units. Indices would have to be read from an accelerator.
+        """
         link = added_units.links_by_producer[name]
-        columns = unit_columns(units + View(self.blocks).count(name), link.repeat)
+        is_removed_column = is_removed.repeat_interleave(link.repeat)
+        first_column = View(self.blocks).count(name) * link.repeat
         if "out" in self.current_block[name]:
-            self.current_block[name]["out"][:, unit_columns(units, link.repeat)] = 0
+            zero_columns_(self.current_block[name]["out"], 0, is_removed_column)
         if link.consumer in self.current_block:
-            self.current_block[link.consumer]["inner"][:, columns] = 0
+            zero_columns_(self.current_block[link.consumer]["inner"], first_column, is_removed_column)
         if link.consumer == added_units.head:
-            self.current_head["weight"][:, columns] = 0
+            zero_columns_(self.current_head["weight"], first_column, is_removed_column)
 
     def _connected_units(self, added_units: AddedUnits) -> dict[str, Tensor]:
         """Find the active units with nonzero incoming and outgoing weights, by layer."""
@@ -412,3 +419,14 @@ class Expansion(Isolation):
 
         has_weight = torch.stack([w.ne(0).transpose(0, 1).flatten(1).any(1) for w in outgoing_weights]).any(0)
         return has_weight.view(-1, link.repeat).any(1)
+
+
+def zero_columns_(weight: Tensor, first: int, is_zeroed: Tensor) -> None:
+    """Zero columns of a weight in place; the mask begins at column ``first``.
+
+    >>> weight = torch.ones(2, 4)
+    >>> zero_columns_(weight, 1, torch.tensor([True, False])); weight[0]
+    tensor([1., 0., 1., 1.])
+    """
+    columns = weight[:, first : first + len(is_zeroed)]
+    columns.masked_fill_(is_zeroed.view(1, -1, *(1,) * (weight.dim() - 2)), 0)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from everlearn.core.batch import Batch
 from everlearn.core.hyperparameters import NonNegative, Range
+from everlearn.core.parameters import refuse_sharded
 from everlearn.core.task import as_task
 from everlearn.core.traits import Traits
 from everlearn.methods.expansion.added_units import AddedUnits
@@ -19,6 +20,7 @@ from everlearn.methods.expansion.den_units import UnitDuplicator
 from everlearn.methods.expansion.loop_guard import has_validation_data
 from everlearn.methods.expansion.partial_training import PartialTraining
 from everlearn.methods.isolation.base import select_task_params
+from everlearn.runtime import distributed
 from everlearn.runtime.randomness import derive
 from everlearn.surgery.proximal import soft_threshold_
 from everlearn.surgery.resize import check_precision
@@ -100,6 +102,7 @@ class DEN(PartialTraining):
 
     def begin_task(self, model: nn.Module, task: Any) -> None:
         """Create inactive units for the task, and copy the weights W*."""
+        refuse_sharded(model, type(self).__name__)
         planned_steps = getattr(task, "steps", None)
         is_later_task = self.is_new(task) and self.tasks
         if is_later_task and planned_steps and not self.retrain and not has_validation_data(as_task(task)):
@@ -119,7 +122,7 @@ class DEN(PartialTraining):
             self.phase = ""
             self.has_grown = False
             if len(self.tasks) == 1:
-                self.seed = torch.initial_seed()
+                self.seed = distributed.initial_seed()
             else:
                 self._create_units(added_units, dict.fromkeys(added_units.links_by_producer, self.units + self.splits))
                 self.anchor = {n: w.detach().clone() for n, w in self._shared_weights(model).items()}

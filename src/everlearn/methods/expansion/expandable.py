@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from everlearn.core.batch import Batch
 from everlearn.core.hyperparameters import NonNegative, Range
 from everlearn.core.likelihood import Categorical
-from everlearn.core.parameters import accumulate_dtype, check_finite, unwrap
+from everlearn.core.parameters import accumulate_dtype, check_finite, refuse_sharded, unwrap
 from everlearn.core.traits import Traits
 from everlearn.methods.expansion.balanced_finetuning import fit_classifier, scale_outputs_
 from everlearn.methods.expansion.feature_bank import FeatureBank, check_separate, new_classifier
 from everlearn.methods.expansion.feature_replay import FeatureReplay
 from everlearn.methods.replay.base import Rows, forward_both, memory_share
+from everlearn.runtime import distributed
 from everlearn.runtime.randomness import derive, seeded
 from everlearn.surgery.functional import filled_copy
 from everlearn.surgery.heads import output_layer
@@ -87,6 +88,13 @@ class ExpandableRepresentation(FeatureReplay):
 
     def begin_task(self, model: nn.Module, task: Any) -> None:
         """Freeze a copy of the extractor; the model continues as the newest one."""
+        refuse_sharded(model, type(self).__name__)
+        source = getattr(task, "train", None)
+        if distributed.world_size() > 1 and getattr(source, "is_distributed", False):
+            raise ValueError(
+                "ExpandableRepresentation fills its memory from all examples of a task, and this loader gives each "
+                "process a share: give it the data set as the task, such as Continual(method, task=dataset)."
+            )
         inner = unwrap(model)
         name, layer = output_layer(model, self.output)
         check_separate(inner, name, layer)
@@ -96,7 +104,7 @@ class ExpandableRepresentation(FeatureReplay):
             if self.tasks_begun:
                 self._expand(inner, layer)
             else:
-                self.seed = torch.initial_seed()
+                self.seed = distributed.initial_seed()
             self._init_auxiliary_head(task, layer)
             self.tasks_begun += 1
             self.current_task = task_id

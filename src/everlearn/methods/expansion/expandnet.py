@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 from everlearn.core.batch import Batch
 from everlearn.core.hyperparameters import NonNegative, Range
-from everlearn.core.parameters import Params, all_parameters
+from everlearn.core.parameters import Params, all_parameters, refuse_sharded
 from everlearn.core.task import as_task
 from everlearn.core.traits import Traits
 from everlearn.methods.expansion.base import Expansion
 from everlearn.methods.isolation.base import select_task_params
+from everlearn.runtime import distributed
 from everlearn.runtime.randomness import derive
 from everlearn.surgery.resize import check_precision
 
@@ -80,6 +81,7 @@ class ExpandNet(Expansion):
 
     def begin_task(self, model: nn.Module, task: Any) -> None:
         """Lock the learned weights, and create inactive units for the task."""
+        refuse_sharded(model, type(self).__name__)
         self.check_between_tasks(model, task)
         self._added_units = None  # layers may have been replaced since
         self._find_links(model, task)
@@ -91,7 +93,7 @@ class ExpandNet(Expansion):
         if self.open_task(task):
             self._reset_task()
             if len(self.tasks) == 1:
-                self.seed = torch.initial_seed()
+                self.seed = distributed.initial_seed()
             else:
                 new_units = {}
                 for name, num_earlier in self._count_earlier_units(added_units).items():

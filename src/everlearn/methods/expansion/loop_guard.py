@@ -12,6 +12,9 @@ from everlearn.core.forward import forward
 from everlearn.core.parameters import evaluating, unwrap
 from everlearn.core.task import Task
 
+# A value of an accelerator is read after this many steps, because a read waits for it.
+STEPS_BETWEEN_READS = 50
+
 
 class LoopGuard:
     """Checks of the training loop of one task.
@@ -30,23 +33,31 @@ class LoopGuard:
         self.may_grow = may_grow
         self.has_compared_loss = False  # whether the loss was compared with the threshold
         self.num_losses = 0  # calls of ``observe``
-        self._is_unmoved = may_grow  # whether no step has moved the method's parameters
-        self._probe: tuple[Tensor, Tensor] | None = None  # a parameter that a step should move, and its value before
+        self._is_unmoved = may_grow  # whether no step is known to have moved the method's parameters
+        self._probes: list[tuple[Tensor, Tensor]] = []  # parameters that a step may move, and their values before
+        # Whether the method's parameters had a gradient and whether they moved: on their device, and read rarely.
+        self._had_gradient = torch.tensor(False)
+        self._has_moved = torch.tensor(False)
+        self._num_steps = 0
 
     def before_step(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Copy one of the method's parameters that has a gradient."""
+        """Copy the method's parameters that have a gradient, until they are known to move."""
+        self._probes = []
         if not self._is_unmoved:
             return
-        self._probe = None
         for p in parameters:
-            if p.grad is not None and p.grad.any():
-                self._probe = (p, p.detach().clone())
-                break
+            if p.grad is not None:
+                self._had_gradient = self._had_gradient.to(p.device) | p.grad.any()
+                self._probes.append((p, p.detach().clone()))
 
     def after_step(self) -> None:
-        """Compare that parameter with its copy. Fused optimizers do not raise a tensor's version, so values count."""
-        if self._is_unmoved and self._probe is not None:
-            self._is_unmoved = torch.equal(*self._probe)
+        """Compare the parameters with their copies. Fused optimizers do not raise a tensor's version: values count."""
+        for p, value in self._probes:
+            self._has_moved = self._has_moved.to(p.device) | p.detach().ne(value).any()
+        self._probes = []
+        self._num_steps += 1
+        if self._is_unmoved and self._num_steps % STEPS_BETWEEN_READS == 0:
+            self._is_unmoved = not bool(self._has_moved)
 
     def check(self, task: Task, steps: int, grow_call: str) -> None:
         """Raise or warn at the end of a task if the loop omitted a call or had another length than planned.
@@ -62,7 +73,7 @@ class LoopGuard:
             )
         if not self.may_grow:
             return
-        if self._is_unmoved and self._probe is not None:
+        if self._is_unmoved and bool(self._had_gradient) and not bool(self._has_moved):
             raise ValueError(
                 f"The optimizer does not train the parameters of {self.method}: create it after "
                 "begin_task(model, task), with [*model.parameters(), *method.parameters()]."

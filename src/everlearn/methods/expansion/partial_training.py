@@ -29,7 +29,7 @@ class PartialTraining(Expansion):
         super().__post_init__()
         self.anchor: Params = {}  # W*, the weights before the task
         self.lock_masks: Params = {}  # True at locked entries of W
-        self.removed_units: dict[str, Tensor] = {}  # units of the current block without incoming weights
+        self.removed_units: dict[str, Tensor] = {}  # masks of the current block's units without incoming weights
 
     def parameters(self) -> list[nn.Parameter]:
         """List the parameters of all added units, also inactive ones, and the head's weights for them."""
@@ -122,18 +122,16 @@ class PartialTraining(Expansion):
         """Remove the new units whose incoming weights the group lasso has made zero."""
         for name, count in self.active_units.items():
             groups, _ = self._unit_groups(added_units, name)
-            self.removed_units[name] = group_norms([g[:count] for g in groups]).eq(0).nonzero().flatten()
+            self.removed_units[name] = group_norms([g[:count] for g in groups]).eq(0)
             self._zero_outgoing(added_units, name, self.removed_units[name])
 
     def _zero_removed_units(self, model: nn.Module) -> None:
         """Keep removed units at zero, since an optimizer's momentum would move them."""
-        for name, units in self.removed_units.items():
-            if not len(units):
-                continue
+        for name, is_removed in self.removed_units.items():
             for leaf, v in self.current_block[name].items():
                 if leaf != "out" and "running" not in leaf:
-                    v[units] = 0
-            self._zero_outgoing(self._attach_units(model), name, units)
+                    v[: len(is_removed)].masked_fill_(is_removed.view(-1, *(1,) * (v.dim() - 1)), 0)
+            self._zero_outgoing(self._attach_units(model), name, is_removed)
 
     @torch.no_grad()
     def _move_to_model(self, added_units: AddedUnits) -> None:
@@ -143,5 +141,5 @@ class PartialTraining(Expansion):
         self.anchor = {n: placed_like(v, shared[n]) for n, v in self.anchor.items()}
         self.lock_masks = {n: mask.to(shared[n].device) for n, mask in self.lock_masks.items()}
         self.removed_units = {
-            name: units.to(self.current_block[name]["weight"].device) for name, units in self.removed_units.items()
+            name: mask.to(self.current_block[name]["weight"].device) for name, mask in self.removed_units.items()
         }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -32,7 +34,8 @@ from everlearn.runtime import distributed
 from everlearn.surgery.feature_head import FeatureHead, RandomFourier, RandomReLU, feature_head, replace_output
 from everlearn.surgery.features import FeatureRecorder
 from everlearn.surgery.freezing import FrozenEntries
-from everlearn.surgery.heads import grow_output, output_layer
+from everlearn.surgery.heads import grow_output, output_layer, tied_parameters
+from everlearn.surgery.hooks import recompile
 
 # Logit of a class without examples: finite, so that a loss stays a number, and below all others.
 UNSEEN_LOGIT = -1e30
@@ -81,6 +84,7 @@ class FrozenHead(Method):
         self.statistics: Statistics = {}
         self.is_adapting: bool = self.adapt_first
         self.is_stale: bool = False  # whether the output layer lacks statistics that were observed
+        self.settings: dict[str, Any] = {}  # fields that the statistics depend on
         self.feature_checksum: int | None = None
         self.random_checksum: int | None = None
         self._frozen = FrozenEntries(type(self).__name__)
@@ -124,16 +128,34 @@ class FrozenHead(Method):
         """
         add_sums(self.statistics, type(self).__name__, h, y, sign)
 
+    def statistics_settings(self) -> dict[str, Any]:
+        """Return the fields that the statistics depend on, which must not change with a stored state."""
+        return {"normalize": self.normalize}
+
     def solve(self) -> tuple[Tensor, Tensor]:
         """Return W (classes × representation) and b of the output layer, from the statistics."""
         raise NotImplementedError(f"{type(self).__name__} must define solve().")
+
+    def use_output(self, name: str | None) -> None:
+        """Use the output layer of this name, unless the field ``output`` names it already.
+
+        Args:
+            name: name of the layer; None changes nothing.
+        """
+        if name is None:
+            return
+        if self.output not in (None, name):
+            raise ValueError(
+                f"{type(self).__name__}.output is {self.output!r}, and the output layer is to be {name!r}: name one."
+            )
+        self.output = name
 
     # Hooks.
 
     def begin_task(self, model: nn.Module, task: Any) -> None:
         """Freeze the model, unless its first task trains it."""
         self._check_likelihood(task)
-        refuse_sharded(model.parameters(), type(self).__name__)
+        refuse_sharded(model, type(self).__name__)
         if self.is_adapting:
             return
         self._freeze(model)
@@ -152,11 +174,12 @@ class FrozenHead(Method):
         """Add the statistics of the task, and write the output layer."""
         self._check_likelihood(task)
         has_observed = self.online and not self.is_adapting
-        self.is_adapting = False
         self._freeze(model)
-        if not has_observed:
-            self._collect(model, as_task(task), 1.0)
-        self.write_head(model)
+        with self._restored_on_error():
+            if not has_observed:
+                self._collect(model, as_task(task), 1.0)
+            self.write_head(model)
+        self.is_adapting = False
 
     def predict(self, model: nn.Module, x: Any, task: Tensor | None = None) -> Tensor:
         """Return the outputs of the model, after writing what was observed into its output layer."""
@@ -178,8 +201,9 @@ class FrozenHead(Method):
         self._check_likelihood(task)
         self._check_learned(task)
         self._freeze(model)
-        self._collect(model, task, -1.0)
-        self.write_head(model)
+        with self._restored_on_error():
+            self._collect(model, task, -1.0)
+            self.write_head(model)
 
     def detach(self, model: nn.Module) -> None:
         """Unfreeze the model; its output layer stays."""
@@ -199,16 +223,22 @@ class FrozenHead(Method):
         weight, bias = self.solve()
 
         # Classes without examples are never predicted.
+        layer = self._output_layer(model, weight)
+        unseen_logit = max(UNSEEN_LOGIT, torch.finfo(layer.bias.dtype).min)
         is_unseen = self.statistics["counts"] < 0.5
         weight[is_unseen] = 0.0
-        bias[is_unseen] = UNSEEN_LOGIT
+        bias[is_unseen] = unseen_logit
 
-        layer = self._output_layer(model, weight)
         num_classes = len(weight)
         layer.weight.zero_()
         layer.weight[:num_classes] = weight.to(layer.weight)
-        layer.bias.fill_(UNSEEN_LOGIT)
+        layer.bias.fill_(unseen_logit)
         layer.bias[:num_classes] = bias.to(layer.bias)
+        if not layer.weight.isfinite().all() or not layer.bias.isfinite().all():
+            raise ValueError(
+                f"The output layer of {type(self).__name__} has numbers that are too large for {layer.weight.dtype}: "
+                "keep the model in float32."
+            )
 
     def _output_layer(self, model: nn.Module, weight: Tensor) -> nn.Linear:
         """Return the linear layer that W is written into, with enough outputs, and a bias."""
@@ -223,13 +253,18 @@ class FrozenHead(Method):
         needs_head = needs_normalize or random_features is not None
         num_outputs = max(output.out_features, len(weight))
 
-        is_fitting = isinstance(head, FeatureHead) == needs_head and output.in_features == weight.shape[1]
+        if isinstance(head, FeatureHead):
+            is_fitting = needs_head and head.computes(needs_normalize, random_features)
+        else:
+            is_fitting = not needs_head
         if not is_fitting or output.bias is None:
             output = nn.Linear(weight.shape[1], num_outputs, dtype=output.weight.dtype).requires_grad_(False)
             new_head: nn.Module = output
             if needs_head:
                 new_head = FeatureHead(output, needs_normalize, copy.deepcopy(random_features)).to(output.weight.dtype)
             replace_output(model, name, new_head)
+            if self.online:
+                self._recorder.register(unwrap(model), name)
         elif num_outputs > output.out_features:
             output_name = f"{name}.output" if needs_head else name
             grow_output(model, num_outputs, output_name)
@@ -241,6 +276,13 @@ class FrozenHead(Method):
     def _freeze(self, model: nn.Module) -> None:
         """Freeze the model, and raise if its features have changed since the first statistics."""
         name, head = feature_head(model, self.output)
+        tied_names = tied_parameters(model, name)
+        if tied_names:
+            raise ValueError(
+                f"The output layer {name!r} shares its weight with {tied_names[0]}: writing it would change the "
+                f"features. Give it a separate weight, model.{name}.weight = "
+                f"nn.Parameter(model.{name}.weight.detach().clone()), or name another layer, output=…."
+            )
         self._frozen.release(model)
         self._frozen.freeze_features(model, f"{name}.output" if isinstance(head, FeatureHead) else name)
         head.requires_grad_(False)
@@ -254,10 +296,21 @@ class FrozenHead(Method):
         self.feature_checksum = checksum
         if self.online:
             self._recorder.register(unwrap(model), name)
+            recompile(model)
+
+    @contextmanager
+    def _restored_on_error(self) -> Iterator[None]:
+        """Restore the statistics if the code inside fails, so that a second attempt does not count examples twice."""
+        previous = self.statistics
+        try:
+            yield
+        except BaseException:
+            self.statistics = previous
+            raise
 
     @torch.no_grad()
     def _collect(self, model: nn.Module, task: Task, sign: float) -> None:
-        """Pass over a task once; if that fails, the statistics are those of before."""
+        """Pass over a task once, and replace the statistics by new ones."""
         name, _ = feature_head(model, self.output)
         previous = self.statistics
         is_shared = self.is_additive and distributed.world_size() > 1
@@ -266,14 +319,10 @@ class FrozenHead(Method):
         self.statistics = {}
         if not is_shared:
             self.statistics = {key: value.clone() for key, value in previous.items()}
-        try:
-            for features, labels in iterate_features(model, name, task, is_shared):
-                self._add_features(features, labels, sign)
-            if is_shared:
-                self.statistics = sum_statistics(self.statistics, previous)
-        except BaseException:
-            self.statistics = previous
-            raise
+        for features, labels in iterate_features(model, name, task, is_shared):
+            self._add_features(features, labels, sign)
+        if is_shared:
+            self.statistics = sum_statistics(self.statistics, previous)
 
     def compute_features(self, model: nn.Module, x: Any) -> Tensor:
         """Return the features φ of some inputs, in evaluation mode."""
@@ -284,6 +333,7 @@ class FrozenHead(Method):
         """Add the features of labeled examples or tokens to the statistics."""
         features, labels = match_labels(features, y, type(self).__name__)
         if len(labels):
+            self.settings = self.statistics_settings()
             self.add(self.represent(features), labels, sign)
 
     def represent(self, features: Tensor) -> Tensor:
@@ -338,6 +388,11 @@ class FrozenHead(Method):
                 f"{int(forgotten[c])} examples of class {c} are to be forgotten, but {int(learned[c])} were learned: "
                 "give only examples that were learned, each once."
             )
+        if forgotten.sum() > counts.sum() - 0.5:
+            raise ValueError(
+                f"All {int(counts.sum())} examples that were learned are to be forgotten, so that none would be left: "
+                f"begin with a new {type(self).__name__}() instead."
+            )
 
     def _check_likelihood(self, task: Any) -> None:
         """Raise unless the labels are classes."""
@@ -345,6 +400,13 @@ class FrozenHead(Method):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the state of a head with the same settings."""
+        stored_settings = state.get("settings") or self.statistics_settings()
+        for name, value in self.statistics_settings().items():
+            if name in stored_settings and stored_settings[name] != value:
+                raise ValueError(
+                    f"The statistics are those of {type(self).__name__}({name}={stored_settings[name]!r}), and do not "
+                    f"fit {name}={value!r}: create it with the fields that it was saved with."
+                )
         super().load_state_dict(state)
         self._random_features = None
 

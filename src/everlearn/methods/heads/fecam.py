@@ -60,6 +60,15 @@ class FeCAM(FrozenHead):
         super().__post_init__()
         self._metrics: Tensor | None = None  # R_c⁻¹
 
+    def statistics_settings(self) -> dict[str, Any]:
+        """Return the fields that the statistics depend on; features are normalized later."""
+        return {"power": self.power}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the state of a head with the same settings."""
+        super().load_state_dict(state)
+        self._metrics = None
+
     def represent(self, features: Tensor) -> Tensor:
         """Return Tukey's transform of the features, in float64."""
         h = features.double()

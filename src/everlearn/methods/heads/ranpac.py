@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
@@ -74,6 +74,13 @@ class RanPAC(FrozenHead):
     def is_additive(self) -> bool:  # type: ignore[override]
         """Whether statistics can be added: inverses cannot."""
         return not self.recursive
+
+    def statistics_settings(self) -> dict[str, Any]:
+        """Return the fields that the statistics depend on; the inverse also depends on λ."""
+        settings = {**super().statistics_settings(), "recursive": self.recursive}
+        if self.recursive:
+            settings["ridge"] = self.ridge
+        return settings
 
     def make_random_features(self, num_features: int) -> RandomReLU | None:
         """Draw P."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -85,19 +85,19 @@ class SLCA(Method):
         self._num_steps: int | None = None  # of this task; None before its first loss
         self._start: Params = {}  # the backbone before the step
 
-    def check_chain(self, others: Sequence[Method]) -> None:
-        """Raise for methods that measure updates, or that train the output layer for old tasks."""
-        for other in others:
-            if isinstance(other, (Replay, PathIntegral)) or not other.deployable:
-                raise ValueError(
-                    "SLCA scales the optimizer's updates and fits the output layer to Gaussians, which is at odds with "
-                    f"{type(other).__name__}: use one of them. EWC, MAS, L2, LwF and Freeze can be combined with SLCA."
-                )
+    def conflict_with(self, other: Method) -> str:
+        """Refuse methods that measure updates, or that train the output layer for old tasks."""
+        if not isinstance(other, (Replay, PathIntegral)) and other.deployable:
+            return ""
+        return (
+            f"SLCA scales the optimizer's updates and fits the output layer to Gaussians, which is at odds with "
+            f"{type(other).__name__}. EWC, MAS, L2, LwF and Freeze can be combined with SLCA."
+        )
 
     def begin_task(self, model: nn.Module, task: Any) -> None:
         """Check the model and the task."""
         check_classes(task, "SLCA")
-        refuse_sharded(model.parameters(), "SLCA")
+        refuse_sharded(model, "SLCA")
         output_layer(model, self.output)
         self._is_begun = True
         self._num_steps = None

@@ -223,10 +223,10 @@ def check_classes(task: Any, owner: str) -> None:
 
 
 def _check_memory(description: str, num_bytes: int) -> None:
-    """Raise if a tensor and a second one of its size, for the computation, do not fit into the memory."""
+    """Raise if a tensor and three more of its size, for the computation, do not fit into the memory."""
     free_bytes = available_memory()
-    if free_bytes is not None and 2 * num_bytes > free_bytes:
+    if free_bytes is not None and 4 * num_bytes > free_bytes:
         raise MemoryError(
-            f"{description} needs {format_bytes(num_bytes)}, and as much again to compute the output layer; "
+            f"{description} needs {format_bytes(num_bytes)}, and three times as much to compute the output layer; "
             f"{format_bytes(free_bytes)} are available: choose a smaller dimension, or a model with fewer features."
         )

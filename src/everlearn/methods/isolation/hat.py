@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from everlearn.core.batch import Batch
 from everlearn.core.hyperparameters import NonNegative, Range, Search
-from everlearn.core.parameters import Params, accumulate_dtype, all_parameters, check_finite, unwrap
+from everlearn.core.parameters import Params, accumulate_dtype, all_parameters, check_finite, refuse_sharded, unwrap
 from everlearn.core.task import as_task
 from everlearn.core.traits import Traits
 from everlearn.methods.isolation.base import copy_task_params, select_task_params
 from everlearn.methods.isolation.gates import GatedUnits, cumulative_gates
+from everlearn.runtime import distributed
 from everlearn.runtime.randomness import generator
 from everlearn.surgery.functional import call_with, filled_copy
 from everlearn.surgery.hooks import remove_hooks
@@ -78,6 +79,7 @@ class HAT(GatedUnits):
 
     def begin_task(self, model: nn.Module, task: Any) -> None:
         """Initialize the embeddings e, and lock the weights between used units."""
+        refuse_sharded(model, type(self).__name__)
         data = as_task(task)
         is_new = self.is_new(task)
         planned_batches = None
@@ -101,7 +103,7 @@ class HAT(GatedUnits):
     def _init_embeddings(self, model: nn.Module) -> None:
         """Draw e from a standard normal distribution, in at least single precision."""
         if len(self.tasks) == 1:
-            self.seed = torch.initial_seed()
+            self.seed = distributed.initial_seed()
         rng = generator(self.seed, "hat", len(self.tasks))
         reference = next(unwrap(model).parameters())
         self.embedding = {}

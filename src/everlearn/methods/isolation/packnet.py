@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from everlearn.core.hyperparameters import Range, Search
-from everlearn.core.parameters import Params, all_parameters, check_finite, unwrap
+from everlearn.core.parameters import Params, all_parameters, check_finite, refuse_sharded, unwrap
 from everlearn.core.traits import Traits
 from everlearn.methods.isolation.base import copy_task_params, select_task_params
 from everlearn.methods.isolation.pruning import WeightOwners, find_normalized_weights, largest_of_zero_slices
@@ -66,6 +66,7 @@ class PackNet(WeightOwners):
 
     def begin_task(self, model: nn.Module, task: Any) -> None:
         """Assign all free weights to the task and lock the others."""
+        refuse_sharded(model, type(self).__name__)
         self.check_between_tasks(model, task)
         self._register_weights(model, task, self.output)
         if self.is_new(task) and not any((owner == 0).any() for owner in self.owner.values()):

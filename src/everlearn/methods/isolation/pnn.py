@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from everlearn.core.forward import arguments, forward, read_outputs
-from everlearn.core.parameters import Params, check_finite, unwrap
+from everlearn.core.parameters import Params, check_finite, refuse_sharded, unwrap
 from everlearn.core.traits import Traits
 from everlearn.methods.isolation.base import Isolation
 from everlearn.methods.isolation.fresh_columns import draw_column, tensors_without_reset
@@ -23,6 +23,7 @@ from everlearn.methods.isolation.lateral_columns import (
     module_key,
     record_layers,
 )
+from everlearn.runtime import distributed
 from everlearn.runtime.randomness import derive, seeded
 from everlearn.surgery.functional import clone_tensors, filled_copy, named_tensors
 from everlearn.surgery.hooks import (
@@ -85,6 +86,7 @@ class PNN(Isolation):
 
     def begin_task(self, model: nn.Module, task: Any) -> None:
         """Reinitialize the model as a new column, and connect it to the earlier ones."""
+        refuse_sharded(model, type(self).__name__)
         inner = unwrap(model)
         is_new = self.is_new(task)
         fresh_tensors: Params = {}
@@ -102,7 +104,7 @@ class PNN(Isolation):
                 for name, v in fresh_tensors.items():
                     named_tensors(inner)[name].copy_(v)
             if len(self.tasks) == 1:
-                self.seed = torch.initial_seed()
+                self.seed = distributed.initial_seed()
                 self.initial_tensors = clone_tensors(tensors_without_reset(inner))
         self._connect(model)
 

@@ -77,6 +77,10 @@ class QuadraticPenalty(Method):
             # Seeds the rounding: saved, so that a resumed run continues the random sequence.
             self.num_stochastic_roundings = 0
 
+    def begin_task(self, model: nn.Module, task: Any) -> None:
+        """Warn if the last task has not ended."""
+        self._open(task)
+
     def penalty(self, model: nn.Module, batch: Batch | None = None, outputs: Tensor | None = None) -> Tensor | float:
         """Return ½ (θ - θ*)ᵀ F (θ - θ*); 0 before the first task has ended."""
         if self.frozen:
@@ -200,6 +204,7 @@ class QuadraticPenalty(Method):
 
     def _select_importance(self, model: nn.Module, importance: Form | Params) -> tuple[Form, Params]:
         """Check an importance and weight it by ``only``; return it with a copy of the parameters to penalize."""
+        self._open_task = None
         form = _as_form(importance)
         trainable = trainable_parameters(model)
         parameters = all_parameters(model)
@@ -290,6 +295,9 @@ def _check_form(form: Form, parameters: Params, trainable: Params) -> None:
     for name, value in form.diagonal().items():
         if name in trainable and value.shape != trainable[name].shape:
             shape = tuple(trainable[name].shape)
-            raise ValueError(f"The importance of {name} has shape {tuple(value.shape)}, the parameter {shape}.")
+            raise ValueError(
+                f"The importance of {name} has shape {tuple(value.shape)}, the parameter {shape}. (The shards of "
+                "FullyShardedDataParallel are flat: use torch.distributed.fsdp.fully_shard, or SI or L2.)"
+            )
         if not value.isfinite().all() or (value < 0).any():
             raise ValueError(f"The importance of {name} has negative, infinite or NaN entries: a penalty needs F ≥ 0.")

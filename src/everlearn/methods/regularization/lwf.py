@@ -88,6 +88,7 @@ class LwF(Method):
 
     def begin_task(self, model: nn.Module, task: Any) -> None:
         """Make the model of the last task the teacher; chunks of one task share theirs."""
+        self._open(task)
         task_id = getattr(task, "id", None)
         is_resumed = self.is_task_open and task_id == self.current_task
         self.current_task = task_id
@@ -177,6 +178,7 @@ class LwF(Method):
 
     def end_task(self, model: nn.Module, task: Any) -> None:
         """Store the model as the next teacher."""
+        self._open_task = None
         self._likelihood = getattr(task, "likelihood", self._likelihood)
         self.task_ids = append_task(self.task_ids, task)
         self.next_teacher = snapshot_teacher(model, task, self.task_ids)

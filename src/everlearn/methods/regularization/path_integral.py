@@ -23,10 +23,10 @@ from everlearn.methods.regularization.base import QuadraticPenalty
 
 
 class PathIntegral(QuadraticPenalty):
-    """Bookkeeping of a path integral over training steps: growing layers, skipped steps, and caches for speed.
+    """Bookkeeping of a path integral over training steps: growing layers, skipped steps, and buffers for speed.
 
-    ``_begin_step`` stores the gradient g of the task loss and θ - θ* before the optimizer's step, and ``_end_step``
-    returns g and -Δθ after it.
+    ``_begin_step`` stores the gradient g of the task loss and a copy of θ before the optimizer's step, and
+    ``_end_step`` returns g and -Δθ after it.
     """
 
     def __post_init__(self) -> None:
@@ -38,9 +38,8 @@ class PathIntegral(QuadraticPenalty):
         # The parameters of the current step: looking up their names again would take time.
         self._theta: Params = {}
         self._task_gradient: Params = {}  # g
-        self._displacement: Params = {}  # θ - θ*
-        # Where θ - θ* was computed: (id, version) of each parameter.
-        self._theta_versions: list[tuple[int, int]] = []
+        self._start: Params = {}  # θ before the step; a buffer that every step writes again
+        self._start_versions: list[int] = []
         self._is_step_begun = False
 
     @property
@@ -52,16 +51,12 @@ class PathIntegral(QuadraticPenalty):
 
     def begin_task(self, model: nn.Module, task: Any) -> None:
         """Start the path integral of parameters that have none yet."""
+        super().begin_task(model, task)
         self._is_step_begun = False
         self._init_path(model)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the state of a method with the same settings."""
-        super().load_state_dict(state)
-        self._theta_versions = []
-
     def _begin_step(self, model: nn.Module) -> list[str]:
-        """Store g and θ - θ* before the optimizer's step; return the names of parameters with a penalty gradient."""
+        """Store g and θ before the optimizer's step; return the names of parameters with a penalty gradient."""
         parameters = trainable_parameters(model)
         if self.frozen:
             self._notice_thawed(parameters)
@@ -74,7 +69,7 @@ class PathIntegral(QuadraticPenalty):
         for p in self._theta.values():
             if p.grad is not None and p.grad.is_sparse:
                 p.grad = p.grad.to_dense()
-        self._update_displacement()
+        self._copy_theta()
 
         # Clipping changes p.grad in place: copy g where the penalty does not give p.grad a new tensor.
         penalized_names = self._penalized_names()
@@ -89,36 +84,35 @@ class PathIntegral(QuadraticPenalty):
         if not self._is_step_begun:
             raise ValueError("SI.after_step needs the before_step(model) of the same step, after backward().")
         g = self._task_gradient
-        start = self._displacement
-        has_moved = self._update_displacement()
 
         # A gradient scaler skips the step when a gradient overflows; an infinite g must not enter the path then.
+        # In-place operations increase the version of a tensor; writes through ``p.data`` and fused optimizers do not.
+        has_moved = [p._version for p in self._theta.values()] != self._start_versions
         if g and not has_moved and not _is_known_finite(g):
             g = zero_if_infinite(g)
-        negative_update = [start[n] for n in g]
+        negative_update = [self._start[n] for n in g]
         if g:
-            torch._foreach_sub_(negative_update, [self._displacement[n] for n in g])
+            torch._foreach_sub_(negative_update, [self._theta[n] for n in g])
 
         self._theta = {}
         self._task_gradient = {}
         self._is_step_begun = False
         return g, negative_update
 
-    def _update_displacement(self) -> bool:
-        """Compute θ - θ*.
+    def _copy_theta(self) -> None:
+        """Copy θ into the buffers of the last step, and into new ones where parameters have changed."""
+        for name, p in self._theta.items():
+            start = self._start.get(name)
+            if start is not None and (start.shape, start.dtype, start.device) == (p.shape, p.dtype, p.device):
+                start.copy_(p)
+            else:
+                self._start[name] = p.detach().clone()
+        self._start_versions = [p._version for p in self._theta.values()]
 
-        Returns:
-            Whether a parameter has a new version since the last call. In-place operations increase the version of a
-            tensor; writes through ``p.data`` and fused optimizers do not.
-        """
-        anchors = [to_device_of(self.quadratic.anchor[n], p) for n, p in self._theta.items()]
-        differences = torch._foreach_sub(list(self._theta.values()), anchors)
-        self._displacement = dict(zip(self._theta, differences, strict=True))
-
-        versions = [(id(p), p._version) for p in self._theta.values()]
-        is_new = versions != self._theta_versions
-        self._theta_versions = versions
-        return is_new
+    def _displacement(self, names: list[str]) -> list[Tensor]:
+        """Compute θ - θ*."""
+        theta = [self._theta[n] for n in names]
+        return list(torch._foreach_sub(theta, [to_device_of(self.quadratic.anchor[n], self._theta[n]) for n in names]))
 
     def _penalized_names(self) -> list[str]:
         """Return the parameters with importances, without those whose task and penalty gradients are both zero.
@@ -129,10 +123,10 @@ class PathIntegral(QuadraticPenalty):
         untouched = [n for n in names if self._theta[n].grad is None]
         if not untouched:
             return names
-        gradients = {
-            n: to_device_of(self.omega.values[n], self._displacement[n]) * self._displacement[n] for n in untouched
-        }
-        zero_names = set(untouched) - nonzero(gradients)
+        displacement = dict(zip(untouched, self._displacement(untouched), strict=True))
+        zero_names = set(untouched) - nonzero(
+            {n: to_device_of(self.omega.values[n], d) * d for n, d in displacement.items()}
+        )
         return [n for n in names if n not in zero_names]
 
     def _init_path(self, model: nn.Module) -> None:
@@ -146,7 +140,6 @@ class PathIntegral(QuadraticPenalty):
         weights = select_by_pattern(all_parameters(model), self.only)
         self._notice_thawed(parameters)
         self._trainable_shapes = {n: p.shape for n, p in parameters.items()}
-        self._theta_versions = []
 
         for name, parameter in parameters.items():
             if name not in weights:

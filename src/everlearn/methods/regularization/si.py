@@ -80,16 +80,17 @@ class SI(PathIntegral):
             return
         self._check_statistics(model)
 
-        delta = [self._displacement[n] for n in names]
-        omega = [to_device_of(self.omega.values[n], d).to(d.dtype) for n, d in zip(names, delta, strict=True)]
-        gradients = []
-        for name, d in zip(names, delta, strict=True):
-            gradient = self._theta[name].grad
-            gradients.append(torch.zeros_like(d) if gradient is None else gradient)
-
-        total_gradients = torch._foreach_addcmul(gradients, omega, delta)
-        for name, gradient in zip(names, total_gradients, strict=True):
-            self._theta[name].grad = gradient
+        # In place: new tensors of the model's size would take longer than the arithmetic.
+        gradients = self._displacement(names)
+        omega = [
+            to_device_of(self.omega.values[n], delta).to(delta.dtype) for n, delta in zip(names, gradients, strict=True)
+        ]
+        torch._foreach_mul_(gradients, omega)
+        for name, gradient in zip(names, gradients, strict=True):
+            p = self._theta[name]
+            if p.grad is not None:
+                gradient += p.grad
+            p.grad = gradient
 
     @torch.no_grad()
     def after_step(self, model: nn.Module) -> None:
@@ -107,14 +108,15 @@ class SI(PathIntegral):
         """Consolidate, unless ``consolidate_every`` is set."""
         if not self.steps:
             raise ValueError("SI has not seen a step: call before_step(model) and after_step(model) in your loop.")
+        self._open_task = None
         if self.consolidate_every is None:
             self._consolidate(model)
-        self._displacement = {}
-        self._theta_versions = []
+        self._start = {}
 
     @torch.no_grad()
     def _consolidate(self, model: nn.Module) -> None:
         """Set Ω ← max(0, Ω + ω / ((θ - θ*)² + ξ)), θ* ← θ and ω ← 0."""
+        self._open_task = None
         parameters = all_parameters(model)
         weights = select_by_pattern(parameters, self.only)
         theta = {n: p.detach().clone() for n, p in trainable_parameters(model).items() if n in self.path}
@@ -135,7 +137,6 @@ class SI(PathIntegral):
         form = Diagonal({**self.omega.values, **importance})
         self.applied_strength = float(self.strength)
         self.quadratic.move(self._round_form(self._offload_form(form)), self._offload(theta))
-        self._theta_versions = []
 
         # Importances come from steps: parameters frozen during them have none, even if they are trainable by now.
         self.frozen = {n: w for n, w in weights.items() if n not in form.values and parameters[n].is_floating_point()}

@@ -35,7 +35,7 @@ def snapshot_teacher(model: nn.Module, task: Any, learned: list[int]) -> Teacher
         learned: ids of the tasks that the model has learned.
     """
     inner = unwrap(model)
-    refuse_sharded(inner.parameters(), "A teacher")
+    refuse_sharded(inner, "A teacher")
     check_finite(dict(inner.named_parameters()))
 
     # Tasks without a number have a negative id and no table: all outputs are allowed.

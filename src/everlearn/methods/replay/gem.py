@@ -33,7 +33,7 @@ class GEM(Replay):
     The rows of M are the gradients gₖ on the stored examples of task k, at the current parameters: a backward pass per
     earlier task in every step. A gradient that violates no constraint is not changed. As in the authors' code, the
     margin (their γ) is a lower bound of v as soon as one task is violated, and with a ridge the guarantee is
-    g̃·gₖ ≥ -ridge · vₖ.
+    g̃·gₖ ≥ -ridge · vₖ. Every step waits once for an accelerator: the program for v is solved on the CPU.
 
     Args:
         capacity: number of stored examples.
@@ -80,8 +80,6 @@ class GEM(Replay):
             return
 
         g = torch.cat([dense_gradient(p).flatten() for p in parameters])
-        if not g.isfinite().all():  # a gradient scaler will skip this step
-            return
         projected = project_to_cone(g, torch.stack(gradient_rows), self.margin, self.ridge)
         if projected is g:
             return
@@ -117,7 +115,10 @@ class GEM(Replay):
 
 
 def project_to_cone(g: Tensor, m: Tensor, margin: float = 0.0, ridge: float = 0.0) -> Tensor:
-    """Return the vector g̃ nearest to g with M g̃ ≥ 0; g itself if M g ≥ 0.
+    """Return the vector g̃ nearest to g with M g̃ ≥ 0; g itself if M g ≥ 0, and NaN if M g is not finite.
+
+    Only M g and M Mᵀ are copied from an accelerator, once: the program has a variable per task, and solving it there
+    would start hundreds of kernels.
 
     Args:
         g: the gradient of the current batch.
@@ -125,13 +126,15 @@ def project_to_cone(g: Tensor, m: Tensor, margin: float = 0.0, ridge: float = 0.
         margin: lower bound of the dual variables v.
         ridge: added to the diagonal of M Mᵀ.
     """
-    m_g = m @ g
+    products = torch.cat([(m @ g)[:, None], m @ m.t()], 1).cpu().double()
+    m_g = products[:, 0]
     if (m_g >= 0).all():
         return g
+    if not m_g.isfinite().all():  # a gradient scaler will skip this step
+        return torch.full_like(g, torch.nan)
 
     # With v = margin + u the constraint is u ≥ 0.
-    p = (m @ m.t()).double()
-    p += ridge * torch.eye(len(m), dtype=p.dtype, device=p.device)
-    u = minimize_nonnegative(p, m_g.double() + margin * p.sum(1))
+    p = products[:, 1:] + ridge * torch.eye(len(m), dtype=torch.double)
+    u = minimize_nonnegative(p, m_g + margin * p.sum(1))
     v = margin + u
-    return g + m.t() @ v.to(g.dtype)
+    return g + m.t() @ v.to(g)

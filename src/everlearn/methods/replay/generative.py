@@ -85,6 +85,7 @@ class GenerativeReplay(Method):
 
     def begin_task(self, model: nn.Module, task: Any) -> None:
         """Replay from the model and the generator of the last task's end; chunks of one task share theirs."""
+        self._open(task)
         self.current_task = getattr(task, "id", None)
         if self._generator is None:
             self._generator = self._build_generator(model, task)
@@ -172,6 +173,7 @@ class GenerativeReplay(Method):
             raise ValueError(
                 "GenerativeReplay has no generator yet: call begin_task(model, task) before the task's first step."
             )
+        self._open_task = None
         self.task_ids = append_task(self.task_ids, task)
         self._copy_generator_weights()
         self.next_teacher = {**snapshot_teacher(model, task, self.task_ids), "generator": self.generator_weights}

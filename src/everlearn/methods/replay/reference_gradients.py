@@ -26,7 +26,7 @@ def reference_gradient(model: nn.Module, parameters: list[nn.Parameter], batch: 
     Returns:
         A tensor per parameter; None if no process has any examples.
     """
-    refuse_sharded(parameters, "The gradient of remembered examples")
+    refuse_sharded(model, "The gradient of remembered examples")
 
     # Every stored example has a label that counts: counting labels would only wait for the device.
     if distributed.world_size() == 1:
