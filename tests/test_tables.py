@@ -153,7 +153,7 @@ def test_a_new_method_is_four_files(tmp_path):
     rows = {
         "README.md": "`lwf`, `small-steps`",
         "docs/methods/README.md": "| [`small-steps`](small_steps.md) | `SmallSteps` | scale gradients down after",
-        "docs/choosing.md": "| `small-steps` | yes | yes | yes | no | no | yes | yes | no | not measured | not measured |",
+        "docs/choosing.md": "| `small-steps` | yes | yes | yes | no | no | yes | yes | no | not measured |",
         "docs/api/methods.rst": ".. autoclass:: everlearn.SmallSteps\n   :show-inheritance:\n\nReplay\n------",
         "src/everlearn/methods/__init__.pyi": "regularization.small_steps import SmallSteps\n",
     }

@@ -159,8 +159,8 @@ def advise(
 ) -> list[Advice]:
     """Rank methods: those that fit, best recorded results first, then the others, fewest objections first.
 
-    A cost that is not measured is no objection: the constraints that it leaves open are listed in ``unchecked``. Results
-    count only if they are of a pretrained model, or of one from scratch, as in the project.
+    A cost that is not measured is no objection: the constraints that it leaves open are listed in ``unchecked``. If
+    ``needs.pretrained`` is given, only results of such models count: of pretrained ones, or of those from scratch.
 
     Args:
         needs: constraints of the project.
@@ -189,7 +189,7 @@ def advise(
 
 
 def _comparable_results(measured: list[Measured], needs: Needs) -> list[Measured]:
-    """Results of the project's scenario, with a pretrained model or without, and on its kind of data if there are any."""
+    """Results of the project's scenario and kind of model, and of its kind of data if there are any."""
     comparable = [
         result
         for result in measured
