@@ -6,6 +6,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -139,8 +140,8 @@ def format_advice(options: AdviseOptions) -> Iterator[str]:
 
 def _needs_of(options: AdviseOptions) -> Needs:
     """Convert the options to the constraints of the library."""
-    answers = {"yes": True, "no": False, "unknown": None}
-    constraints = {name: answers.get(value, value) for name, value in options}
+    booleans = {"yes": True, "no": False, "unknown": None}
+    constraints: dict[str, Any] = {name: booleans.get(value, value) for name, value in options}
     try:
         return Needs(**constraints)
     except ValueError as error:

@@ -229,8 +229,9 @@ def _find_objections(needs: Needs, traits: Traits) -> list[str]:
         objections.append("needs task boundaries")
     if traits.needs_pretrained and needs.pretrained is False:
         objections.append(traits.needs_pretrained)
-    has_known_size = num_copies is not None and traits.copies_scale
-    if needs.memory_copies is not None and has_known_size and num_copies > needs.memory_copies:
+    if not traits.copies_scale:
+        num_copies = None  # not those of the project's model
+    if needs.memory_copies is not None and num_copies is not None and num_copies > needs.memory_copies:
         objections.append(
             f"stores about {num_copies:.2g} copies of the model with {num_tasks} tasks, more than "
             f"{needs.memory_copies:.2g}"
