@@ -126,7 +126,7 @@ def table_of_methods():
 
 def table_of_needs():
     """Return a table of what each method needs, guarantees and costs."""
-    columns = [*SCENARIOS, "zero forgetting", "grows", "labels", "boundaries", "stores", "step"]
+    columns = [*SCENARIOS, "zero forgetting", "grows", "labels", "boundaries", "pretrained", "stores", "step"]
     lines = [f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     for names in families().values():
         lines += [f"| `{name}` | {' | '.join(needs_and_costs(traits(name)))} |" for name in names]
@@ -142,13 +142,16 @@ def needs_and_costs(traits):
     if traits.without_boundaries:
         boundaries += f", with {', '.join(f'`{field}`' for field in traits.without_boundaries)}"
     stored = [traits.memory] if traits.memory != "0" or not traits.keeps_examples else []
+    if not traits.copies_scale:
+        stored = [f"statistics, here {traits.memory}"]
     if traits.keeps_examples:
         stored.append("examples")
     step = "not measured" if traits.step is None else f"{traits.step:g}"
     if traits.step is not None and traits.step_growth:
         step += f" + {traits.step_growth:g} (N - 3)"
     answers = ["yes" if trait else "no" for trait in (traits.zero_forgetting, traits.grows, traits.needs_labels)]
-    return [*scenarios.values(), *answers, boundaries, " and ".join(stored), step]
+    pretrained = "yes" if traits.needs_pretrained else "no"
+    return [*scenarios.values(), *answers, boundaries, pretrained, " and ".join(stored), step]
 
 
 def table_of_pros_and_cons():

@@ -3,6 +3,19 @@
 import torch
 
 import everlearn
+from everlearn import METHODS
+
+# Fields by which a method is quick on small data.
+QUICK_FIELDS = {"ranpac": {"dimension": 50}, "klda": {"dimension": 50}}
+
+
+def make_method(name, **fields):
+    """Create a method of the library by its name."""
+    return METHODS[name](**{**QUICK_FIELDS.get(name, {}), **fields})
+
+
+# Methods that take gradient steps; the others only collect statistics.
+TRAINED = [name for name in METHODS if make_method(name).trains]
 
 
 def train_tasks(model, method, tasks, **settings):

@@ -15,6 +15,7 @@ SLOW_PAGES = {"quickstart_researcher.md"}
 # Examples that need real text, with the arguments of their smallest run.
 SMALL_RUNS = {
     "intents": ["class", "er", "2", "32"],
+    "new_intents": ["2"],
     "perplexity": ["2", "300"],
 }
 
@@ -72,6 +73,14 @@ def forgets_less(name, printed):
         return max(rows["EWC"][-1], rows["ER"][-1]) < rows["finetune"][-1] / 2
     if name == "two_digits":
         return rows["ER"][-3] + rows["ER"][-2] > rows["finetune"][-3] + rows["finetune"][-2] + 5
+    if name == "new_images":
+        # The last row of each kind: accuracy on old digits, on new digits, and seconds.
+        old_tuned, *_ = rows["then"]
+        old, new, _ = rows["or"]
+        return old_tuned < 5 and old > 95 and new > 90
+    if name == "new_intents":
+        *_, first, last = rows["30"]
+        return first > 90 and last > 90
     if name == "perplexity":
         return rows["ER"][-2] < 0.9 * rows["Method"][-2]
     return bool(printed.strip())

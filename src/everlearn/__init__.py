@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from everlearn.methods import *
     from everlearn.results import Result, metrics
     from everlearn.trainer import evaluate, run, train
-    from everlearn.updating import update
+    from everlearn.updating import forget, update
 
 __all__ = [  # noqa: PLE0604
     "Batch",
@@ -36,6 +36,7 @@ __all__ = [  # noqa: PLE0604
     "allowed_classes",
     "curvature",
     "evaluate",
+    "forget",
     "metrics",
     "nets",
     "optim",
@@ -69,6 +70,7 @@ if not TYPE_CHECKING:
         "advice": "everlearn.experiments.advice",
         "allowed_classes": "everlearn.core.task:allowed_classes",
         "evaluate": "everlearn.trainer:evaluate",
+        "forget": "everlearn.updating:forget",
         "metrics": "everlearn.results.metrics",
         "run": "everlearn.trainer:run",
         "train": "everlearn.trainer:train",

@@ -2,6 +2,7 @@
 
 import copy
 from functools import cache
+from math import prod
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ import everlearn
 from everlearn import METHODS, Batch, Method, Task, Traits, nets, streams
 from everlearn.core.traits import traits_of
 from everlearn.trainer.cost import state_bytes
+from tests.helpers import QUICK_FIELDS, make_method
 
 TRAITS = {name: traits_of(kind) for name, kind in METHODS.items()}
 
@@ -31,7 +33,7 @@ def train_and_measure(name):
     """Train on three tasks; measure the state after each, and predict the inputs of the first task."""
     torch.manual_seed(0)
     model = nets.mlp(784, 10)
-    method = METHODS[name]()
+    method = make_method(name)
     num_parameters = sum(p.numel() for p in model.parameters())
     copies = []
     predictions = []
@@ -43,7 +45,9 @@ def train_and_measure(name):
         memory_bytes = state_bytes(state.get("memory", {}))
         copies.append((state_bytes(state) - memory_bytes) / (4 * num_parameters))
         predictions.append([method.predict(model, make_data(0)[0], torch.full((64,), t)) for t in range(task_id + 1)])
-    added_parameters = sum(p.numel() for p in model.parameters()) - num_parameters
+        if not task_id:
+            first_parameters = sum(p.numel() for p in model.parameters())
+    added_parameters = sum(p.numel() for p in model.parameters()) - first_parameters
     return SimpleNamespace(state=state, copies=copies, predictions=predictions, added_parameters=added_parameters)
 
 
@@ -85,11 +89,52 @@ def test_keeps_examples_agrees_with_the_state(name):
     assert bool(stored_examples) == TRAITS[name].keeps_examples
 
 
-@pytest.mark.parametrize("name", [n for n, t in TRAITS.items() if t.copies is not None])
+@pytest.mark.parametrize("name", [n for n, t in TRAITS.items() if t.copies is not None and n not in QUICK_FIELDS])
 def test_copies_of_the_model_agree_with_the_state(name):
     for tasks, copies in enumerate(train_and_measure(name).copies, 1):
         if tasks > 1:  # teachers and added units exist from the second task on
             assert copies == pytest.approx(TRAITS[name].copies_after(tasks), rel=0.15, abs=0.1)
+
+
+@pytest.mark.parametrize("name", QUICK_FIELDS)
+def test_copies_of_random_features_agree_with_the_default_dimension(name):
+    quick_dimension = QUICK_FIELDS[name]["dimension"]
+    default_dimension = METHODS[name]().dimension
+    num_bytes = 0
+    for statistic in train_and_measure(name).state["statistics"].values():
+        shape = [default_dimension if size == quick_dimension else size for size in statistic.shape]
+        num_bytes += statistic.element_size() * prod(shape)
+    model_bytes = sum(p.numel() * p.element_size() for p in nets.mlp(784, 10).parameters())
+    assert num_bytes / model_bytes == pytest.approx(TRAITS[name].copies_after(tasks=3), rel=0.02)
+
+
+@pytest.mark.parametrize("name", [n for n, t in TRAITS.items() if not t.copies_scale])
+def test_statistics_do_not_scale_with_the_model(name):
+    sizes = []
+    for hidden in ((20,), (400, 20)):
+        torch.manual_seed(0)
+        model = nets.mlp(784, 10, hidden=hidden)
+        method = make_method(name)
+        everlearn.train(model, method, Task(make_data(0)), optimizer=sgd, iterations=2, batch_size=16)
+        sizes.append(state_bytes(method.state_dict()))
+    assert sizes[0] == sizes[1]
+
+
+@pytest.mark.parametrize("name", [n for n, t in TRAITS.items() if t.step is not None])
+def test_methods_without_training_steps_have_a_step_of_zero(name):
+    assert (TRAITS[name].step == 0) == (not make_method(name).trains)
+
+
+@pytest.mark.parametrize("name", [n for n, t in TRAITS.items() if t.needs_pretrained])
+def test_methods_that_need_features_hardly_learn_them(name):
+    torch.manual_seed(0)
+    model = nets.mlp(784, 10, hidden=(32,))
+    before = model[1].weight.detach().clone()
+    plain = copy.deepcopy(model)
+    for learner, method in ((model, make_method(name)), (plain, Method())):
+        everlearn.train(learner, method, Task(make_data(0)), optimizer=sgd, iterations=24, batch_size=16)
+    change = lambda learner: (learner[1].weight - before).norm().item()
+    assert change(model) < 0.1 * change(plain)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -111,11 +156,22 @@ def test_needs_task_agrees_with_the_predictions(name):
     assert torch.equal(first, second) == (not TRAITS[name].needs_task)
 
 
+def learn_online(model, method):
+    """Show batches to a method that takes no gradient steps; return its outputs."""
+    method.begin_task(model, None)
+    for x, y in (make_data(0), make_data(1)):
+        for i in torch.arange(64).split(8):
+            method.observe(Batch(x[i], y[i]), model(x[i]))
+    return method.predict(model, make_data(0)[0])
+
+
 @pytest.mark.parametrize("name", [n for n in METHODS if n != "finetune"])
 def test_without_boundaries_agrees_with_training(name):
     def train_without_boundaries(method):
         torch.manual_seed(0)
         model = nets.mlp(784, 10, hidden=(16,))
+        if not method.trains:
+            return learn_online(model, method)
         optimizer = sgd([*model.parameters(), *method.parameters()])
         for x, y in (make_data(0), make_data(1)):
             for i in torch.arange(64).split(8):
@@ -130,14 +186,14 @@ def test_without_boundaries_agrees_with_training(name):
     settings = TRAITS[name].without_boundaries
     if settings is None:
         try:
-            assert torch.equal(train_without_boundaries(METHODS[name]()), train_without_boundaries(Method()))
+            assert torch.equal(train_without_boundaries(make_method(name)), train_without_boundaries(Method()))
         except ValueError as error:
             assert "begin_task" in str(error)
     else:
         # The run is shorter than the default interval.
         short_run_settings = {"consolidate_every": 3} if "consolidate_every" in settings else settings
         assert not torch.equal(
-            train_without_boundaries(METHODS[name](**short_run_settings)), train_without_boundaries(Method())
+            train_without_boundaries(make_method(name, **short_run_settings)), train_without_boundaries(Method())
         )
 
 
@@ -161,4 +217,4 @@ def test_methods_without_labels_protect_a_trained_model_by_inputs(name):
         return float((probabilities - initial_probabilities).norm())
 
     settings = {"l2": {"strength": 1.0}, "mas": {"strength": 1.0}, "ewc": {"cap": 10.0}}
-    assert output_change(METHODS[name](**settings.get(name, {}))) < 0.8 * output_change(Method())
+    assert output_change(make_method(name, **settings.get(name, {}))) < 0.8 * output_change(Method())

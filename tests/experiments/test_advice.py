@@ -37,8 +37,8 @@ def objections_to(name, **needs):
     return next(entry for entry in advise(Needs(**needs)) if entry.name == name).objections
 
 
-def make_cell(method, accuracy, scenario="task", table="T", finetune=50.0, joint=100.0):
-    return Measured(method, scenario, table, "A table", f"{method}/x", (accuracy,), {}, finetune, joint)
+def make_cell(method, accuracy, scenario="task", table="T", finetune=50.0, joint=100.0, **comparable):
+    return Measured(method, scenario, table, "A table", f"{method}/x", (accuracy,), {}, finetune, joint, **comparable)
 
 
 @pytest.mark.parametrize(
@@ -73,6 +73,8 @@ def test_methods_fit_needs(needs, expected):
         ("pnn", {"memory": "2x", "tasks": 10}, "43 copies of the model with 10 tasks, more than 2"),
         ("ewc", {"memory": "1MB", "parameters": 500_000}, "2 copies of the model with 5 tasks, more than 0.5"),
         ("pnn", {"time": 2.0, "tasks": 5}, "baseline steps, more than 2"),
+        ("ranpac", {"scenario": "class", "pretrained": False}, "large first task (adapt_first=True)"),
+        ("slca", {"scenario": "class", "pretrained": False}, "learns features slowly"),
     ],
 )
 def test_objections_to_method(name, needs, reason):
@@ -111,6 +113,54 @@ def test_best_cell_of_table_counts_if_baselines_are_measured():
     er, ewc = (next(entry for entry in advice if entry.name == name) for name in ("er", "ewc"))
     assert [measured.mean for measured in er.measured] == [90.0]
     assert ewc.closed_gap is None and [measured.mean for measured in ewc.measured] == [99.0]
+
+
+HEADS = {name for name in METHODS if traits_of(METHODS[name]).family == "heads"}
+
+
+def test_new_classes_of_a_pretrained_model_are_for_heads():
+    needs = {"scenario": "class", "keep_data": False, "pretrained": True}
+    names = [entry.name for entry in advise(Needs(**needs), load_recorded()) if entry.fits]
+    assert names[0] == "ranpac" and set(names[: len(HEADS)]) == HEADS
+    names = [entry.name for entry in advise(Needs(**needs, boundaries=False)) if entry.fits]
+    assert set(names) == HEADS - {"slca"}
+    assert all(entry.settings == {"online": True} for entry in advise(Needs(**needs, boundaries=False)) if entry.fits)
+
+
+def test_heads_do_not_fit_a_model_from_scratch():
+    advice = {entry.name: entry for entry in advise(Needs(scenario="class", pretrained=False))}
+    assert not any(advice[name].fits for name in HEADS) and advice["er"].fits
+    unknown = {entry.name: entry for entry in advise(Needs(scenario="class"))}
+    assert all("features suit your data" in unknown[name].unchecked[0] for name in HEADS) and unknown["ranpac"].fits
+    assert not unknown["er"].unchecked
+
+
+def test_results_count_only_for_comparable_models_and_data():
+    results = [
+        make_cell("er", 90.0, "class"),
+        make_cell("ranpac", 95.0, "class", table="P", pretrained=True, data="text"),
+        make_cell("er", 60.0, "class", table="P", pretrained=True, data="text"),
+        make_cell("klda", 80.0, "class", table="Q", pretrained=True),
+    ]
+    gaps = lambda **needs: {
+        entry.name: entry.closed_gap
+        for entry in advise(Needs(scenario="class", **needs), results)
+        if entry.closed_gap is not None
+    }
+    assert gaps() == {"er": pytest.approx(0.5), "ranpac": 0.9, "klda": 0.6}
+    assert gaps(pretrained=True) == {"ranpac": 0.9, "klda": 0.6, "er": pytest.approx(0.2)}
+    assert gaps(pretrained=False) == {"er": 0.8}
+    assert gaps(pretrained=True, data="text") == {"ranpac": 0.9, "er": pytest.approx(0.2)}
+    assert gaps(pretrained=True, data="images") == {"klda": 0.6}
+    assert gaps(pretrained=True, data="table").keys() == {"ranpac", "klda", "er"}, "no table has such data"
+
+
+def test_statistics_are_not_compared_with_the_size_of_the_model():
+    needs = Needs(scenario="class", memory="2x", pretrained=True)
+    (ranpac,) = [entry for entry in advise(needs) if entry.name == "ranpac"]
+    assert ranpac.fits and ranpac.unchecked == [
+        "whether its state fits into 2x: its size depends on features and classes"
+    ]
 
 
 def test_user_defined_methods():
@@ -275,6 +325,18 @@ def test_proposed_commands_and_code_run(arguments, capsys):
     assert "average accuracy" in capsys.readouterr().out
 
 
+def test_advice_for_a_pretrained_model(capsys):
+    assert start(["advise", "--scenario", "class", "--keep-data", "no", "--pretrained", "yes", "--data", "text"]) == 0
+    output = capsys.readouterr().out
+    (command,) = [line for line in output.splitlines() if line.startswith("  everlearn run")]
+    assert start([*command.split()[1:], "--dry-run"]) == 0
+    text = " ".join(output.split())
+    assert "those for pretrained features first" in text and "no training steps: one pass over the examples" in text
+    assert "RanPAC().end_task(model, loader), then model(x)" in text and "--stream clinc150-minilm" in text
+    assert start(["advise", "--scenario", "class", "--pretrained", "unknown"]) == 0
+    assert "unknown whether the model's features suit your data" in " ".join(capsys.readouterr().out.split())
+
+
 def test_memory_in_bytes_and_number_of_examples(capsys):
     size = ["--memory", "20MB", "--parameters", "478410", "--inputs", "784"]
     assert start(["advise", "--scenario", "class", *size]) == 0
@@ -297,6 +359,8 @@ def test_closest_methods_come_first_if_none_fits(capsys):
     [
         (["--scenario", "clas"], "scenario: got 'clas', allowed: 'task', 'domain' or 'class'"),
         (["--keep-data", "maybe"], "got 'maybe', allowed: 'yes' or 'no'"),
+        (["--pretrained", "maybe"], "got 'maybe', allowed: 'yes', 'no' or 'unknown'"),
+        (["--data", "audio"], "data: got 'audio', allowed: 'images', 'text' or 'table'"),
         (["--tasks", "0"], "tasks: got '0', allowed: greater than or equal to 1"),
         (["--time", "fast"], "time: got 'fast'"),
         (["--memory", "20"], "memory: got '20', allowed: copies of the model, as in 2x, or bytes"),
@@ -334,7 +398,7 @@ def terminal(monkeypatch):
 
 
 def test_missing_options_are_asked_on_terminal(terminal, capsys):
-    prompts = terminal("class", "", "no", "", "", "", "2x")
+    prompts = terminal("class", "", "no", "", "no", "", "", "", "2x")
     assert start(["advise", "--keep-data", "no"]) == 0
     text = capsys.readouterr().out
     assert "known about an example at test time" in prompts[0] and "its task" in prompts[0]
@@ -353,6 +417,7 @@ def test_invalid_reply_is_asked_again(terminal, capsys):
 
 def test_model_size_is_asked_if_memory_is_in_bytes(terminal, capsys):
     options = ["--scenario", "task", "--keep-data", "yes", "--grow", "no", "--labels", "yes", "--boundaries", "yes"]
+    options += ["--pretrained", "no", "--data", "images"]
     prompts = terminal("5", "3", "20MB", "1000000", "784")
     assert start(["advise", *options]) == 0
     assert [prompt.split("[")[0] for prompt in prompts[-2:]] == [

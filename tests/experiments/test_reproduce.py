@@ -12,6 +12,7 @@ from everlearn import results, streams
 from everlearn.cli.app import start
 from everlearn.experiments import published_tables, reproduce
 from everlearn.experiments.grid import GridRun, grid_runs
+from everlearn.experiments.options import Grid
 from everlearn.experiments.published_tables import Cell
 
 TINY_TABLE = """
@@ -106,6 +107,26 @@ def test_tolerance_is_two_standard_deviations_of_runs(write_tiny_table):
     cell, *_ = published_tables.select_cells("T0")
     assert (cell.deviation, cell.tolerance) == (2.0, 4.0)  # a standard error of 1 over 4 runs
     assert published_tables.select_cells("T0")[-1].tolerance == 1.5
+
+
+def test_a_table_may_set_its_own_least_tolerance(write_tiny_table):
+    path = published_tables.FOLDER / "T0.toml"
+    path.write_text(path.read_text().replace("runs = 4", "runs = 4\ntolerance = 0.7"))
+    cells = published_tables.select_cells("T0")
+    assert [cell.tolerance for cell in cells] == [4.0, 0.7, 0.7]
+    assert cells[-1].verdict([1.71]) == "above" and cells[-1].verdict([1.6]) == "within"
+
+
+def test_random_features_follow_the_seed_of_the_run_unless_set():
+    grid = Grid(methods="ranpac,klda", set=["klda.seed=7"], seeds=3)
+    seeds = {(type(run.method).__name__, run.seed): run.method.seed for run in grid_runs(grid)}
+    assert [seeds["RanPAC", seed] for seed in range(3)] == [0, 1, 2]
+    assert [seeds["KLDA", seed] for seed in range(3)] == [7, 7, 7]
+
+
+def test_a_linear_model_has_no_hidden_layers():
+    model = Grid(hidden="none").model_factory((5,), 3)
+    assert [tuple(parameter.shape) for parameter in model.parameters()] == [(3, 5), (3,)]
 
 
 def test_cells_are_selected_by_pattern(write_tiny_table):

@@ -11,7 +11,21 @@ import torch
 from torch import nn
 
 import everlearn
-from everlearn import ER, EWC, METHODS, Method, Task, allowed_classes, nets, streams
+from everlearn import (
+    ER,
+    EWC,
+    KLDA,
+    METHODS,
+    FeCAM,
+    Method,
+    NearestMean,
+    RanPAC,
+    StreamingLDA,
+    Task,
+    allowed_classes,
+    nets,
+    streams,
+)
 from everlearn.integrations.sklearn import ContinualClassifier
 from everlearn.runtime.randomness import derive, seeded
 from everlearn.surgery.heads import grow_output
@@ -172,6 +186,107 @@ def test_copies_and_pickles_continue_equally():
     assert torch.equal(final_weights[0], final_weights[1]) and torch.equal(final_weights[0], final_weights[2])
 
 
+HEADS = {
+    "nearest-mean": NearestMean(),
+    "streaming-lda": StreamingLDA(),
+    "ranpac": RanPAC(100),
+    "recursive": RanPAC(100, ridge=1.0, recursive=True),
+    "klda": KLDA(100),
+    "fecam": FeCAM(),
+    "online": RanPAC(100, online=True),
+}
+
+
+@pytest.fixture(params=HEADS, ids=str)
+def head(request):
+    return HEADS[request.param]
+
+
+def pretrained():
+    torch.manual_seed(0)
+    return small((64,), 2)
+
+
+def test_heads_learn_new_classes(head):
+    """In two calls as in one, whatever the number of epochs."""
+    first, second = digits(3, 7), digits(1, 5, 7)
+    ours = classifier(head, model=pretrained(), epochs=3).partial_fit(*first).partial_fit(*second)
+    joint = [np.concatenate(arrays) for arrays in zip(first, second, strict=True)]
+    reference = classifier(head, model=pretrained(), epochs=1).fit(*joint)
+    assert ours.classes_.tolist() == reference.classes_.tolist() == [1, 3, 5, 7]
+    x = joint[0]
+    assert np.allclose(ours.predict_proba(x), reference.predict_proba(x), atol=1e-4)
+    assert np.array_equal(ours.predict(x), reference.predict(x)) and ours.score(*joint) > 0.75
+    assert np.allclose(ours.predict_proba(x).sum(1), 1)
+    assert torch.equal(ours.model_[1].weight, pretrained()[1].weight), "features are frozen"
+    assert not head.statistics, "the given method is copied"
+
+
+def test_forgotten_examples_equal_examples_never_seen(head):
+    first, second = digits(3, 7), digits(1, 5, 7)
+    ours = classifier(head, model=pretrained()).partial_fit(*first).partial_fit(*second)
+    unchanged = copy.deepcopy(ours)
+    assert ours.forget(second[0][:50], second[1][:50]) is ours
+    reference = classifier(head, model=pretrained()).partial_fit(*first)
+    reference.partial_fit(second[0][50:], second[1][50:], classes=[1, 5])
+    x = np.concatenate([first[0], second[0]])
+    assert np.allclose(ours.predict_proba(x), reference.predict_proba(x), atol=1e-4)
+    assert not np.allclose(unchanged.predict_proba(x), reference.predict_proba(x), atol=1e-4), "a copy does not forget"
+
+    is_one = second[1][50:] == 1
+    ours.forget(second[0][50:][is_one], second[1][50:][is_one])
+    assert 1 not in ours.predict(x) and ours.predict_proba(x)[:, 0].max() == 0 and ours.classes_.tolist()[0] == 1
+
+
+def test_a_failed_forget_changes_nothing(head):
+    x, y = digits(0, 1)
+    ours = classifier(head, model=pretrained()).partial_fit(x, y)
+    expected = ours.predict_proba(x)
+    for arguments, message in [
+        ((x, np.full(len(y), 9)), "y has the label 9, which was never learned"),
+        ((np.concatenate([x, x]), np.concatenate([y, y])), "are to be forgotten, but"),
+        ((x, y), "none would be left"),
+        ((x[:3], y[:2]), "X has 3 examples and y has 2 labels"),
+        ((x[:, :3], y), "X has 3 features"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            ours.forget(*arguments)
+    assert np.array_equal(ours.predict_proba(x), expected)
+
+
+def test_copies_and_pickles_of_heads_continue_equally(head):
+    ours = classifier(head, model=pretrained()).partial_fit(*digits(0, 1))
+    copies = [copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))]
+    x, _ = digits(0, 1, 2, 3)
+    expected = ours.partial_fit(*digits(2, 3)).predict_proba(x)
+    assert all(np.array_equal(c.partial_fit(*digits(2, 3)).predict_proba(x), expected) for c in copies)
+
+
+class NamedLayers(nn.Module):
+    """A model whose last linear layer is not its output layer."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.features = nn.Sequential(nn.Linear(64, 32), nn.ReLU())
+        self.fc = nn.Linear(32, 2)
+        self.unused = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.fc(self.features(x))
+
+
+def test_heads_use_the_named_output_layer(head):
+    ours = classifier(head, model=NamedLayers(), output="fc").partial_fit(*digits(0, 1)).partial_fit(*digits(2, 3))
+    assert ours.score(*digits(0, 1, 2, 3)) > 0.8 and ours.model_.unused.out_features == 3
+    assert head.output is None
+
+
+def test_heads_with_numbered_tasks(head):
+    ours = classifier(head, model=pretrained()).partial_fit(*digits(0, 1), task=0).partial_fit(*digits(2, 3), task=1)
+    assert set(ours.predict(digits(2, 3)[0], task=0)) <= {0, 1} and ours.score(*digits(2, 3), task=1) > 0.9
+
+
 X = np.eye(4).repeat(3, 0)
 Y = np.arange(4).repeat(3)
 
@@ -217,6 +332,8 @@ Y = np.arange(4).repeat(3)
             lambda c: c.partial_fit(X, Y, task=0).predict(X, task=[0, 0]),
             "task: got int64 of shape (2,), allowed: one integer",
         ),
+        (lambda c: c.forget(X, Y), "is not trained yet"),
+        (lambda c: c.partial_fit(X, Y).forget(X, Y), "Method cannot forget examples"),
         (lambda c: c.set_params(epoch=3), "has no parameter 'epoch'; there are: model, method, optimizer, epochs"),
         (lambda c: c.set_params(model=nn.Linear(4, 2)).fit(X, Y), "The model is the output layer itself"),
         (lambda c: c.set_params(model=nn.Linear(5, 2)).fit(X, Y), "The model cannot take the inputs of X"),
@@ -275,6 +392,31 @@ class TestInScikitLearn:
             classifier(epochs=9), x, names, train_sizes=[30, 60], exploit_incremental_learning=True, cv=2
         )
         assert sizes.tolist() == [30, 60] and scores[-1].mean() > 0.7
+
+    def test_heads_in_cross_validation_and_grids(self, head):
+        selection = pytest.importorskip("sklearn.model_selection")
+        x, y = digits(0, 1, 2, limit=150)
+        names = np.array(["pear", "apple", "fig"])[y]
+        ours = classifier(head, model=pretrained())
+        assert selection.cross_val_score(ours, x, names, cv=3).mean() > 0.8
+        grid = selection.GridSearchCV(ours, {"method__normalize": [True, False]}, cv=2)
+        assert grid.fit(x, names).best_estimator_.method_.normalize == grid.best_params_["method__normalize"]
+
+    def test_linear_discriminants_equal_those_of_scikit_learn(self):
+        discriminant_analysis = pytest.importorskip("sklearn.discriminant_analysis")
+        parts = [digits(0, 1), digits(2, 3)]
+        net = pretrained()
+        ours = classifier(StreamingLDA(shrinkage=1e-9, normalize=False), model=net)
+        for x, y in parts:
+            ours.partial_fit(x, y)
+        x, y = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        with torch.no_grad():
+            features = net[:3](torch.from_numpy(x)).double().numpy()
+        is_used = features.std(0) > 0
+        priors = np.full(4, 0.25)
+        reference = discriminant_analysis.LinearDiscriminantAnalysis(solver="lsqr", priors=priors)
+        reference.fit(features[:, is_used], y)
+        assert (ours.predict(x) == reference.predict(features[:, is_used])).mean() > 0.99
 
     @pytest.mark.filterwarnings("ignore:Estimator ContinualClassifier does not inherit")  # by design
     def test_the_estimator_checks_of_scikit_learn(self):

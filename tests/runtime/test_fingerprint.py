@@ -16,8 +16,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from everlearn.runtime.fingerprint import fingerprint
-from everlearn.trainer.config import _model_digest
+from everlearn.runtime.fingerprint import fingerprint, fingerprint_model
 from tests.models import MODELS, make
 
 A = torch.rand(5000, 3)
@@ -193,7 +192,7 @@ def test_models_with_unreadable_attributes_have_a_model_digest():
     with open(__file__) as file:
         for value in (threading.Lock(), (i for i in "ab"), file, torch.eye(2).to_sparse(), {object(), object()}):
             assert fingerprint(WithAttribute(value)) is None, value
-            assert _model_digest(WithAttribute(value)) is not None, value
+            assert fingerprint_model(WithAttribute(value)) is not None, value
     dead_reference = weakref.ref(WithAttribute())
     assert fingerprint(WithAttribute(dead_reference)) == fingerprint(WithAttribute(dead_reference)) is not None
     assert fingerprint(nn.Linear(2, 2, device="meta")) is None

@@ -17,6 +17,7 @@ from everlearn.results.result import load
 from everlearn.trainer import CheckpointEvery
 from everlearn.trainer.checkpoints import Checkpoints
 from everlearn.trainer.train import TaskTraining
+from tests.helpers import TRAINED
 
 STEPS = 12  # per task
 
@@ -99,7 +100,7 @@ def assert_equal_runs(reference, resumed_run):
         assert result.cost[key] == resumed.cost[key]
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", TRAINED)
 def test_every_method_resumes_exactly(name, run_with_kills):
     reference = run_with_kills(METHODS[name])
     # Killed in the first task, early and late in the second (after a pruning), and in its last step.

@@ -80,7 +80,7 @@ def test_commands_of_documentation_are_valid():
     for line in lines:
         _, bound, _ = app.parse_args(line.split()[1:], exit_on_error=False, print_error=False)
         assert bound.kwargs["options"].model == "shop.models:make_model"
-    assert len(lines) == 3
+    assert len(lines) == 5
 
 
 @pytest.mark.slow
@@ -117,6 +117,7 @@ def test_files_in_working_folder_do_not_shadow_libraries(deployment):
     assert process.returncode == 1 and not Path("ran").exists(), process.stderr
 
 
+OMITTED = object()
 DEFAULT_OPTIONS = {
     "--model": "command_factory:make",
     "--weights": "model.safetensors",
@@ -137,11 +138,14 @@ def run_command(deployment):
     Path("failing_factory.py").write_text("1 / 0")
     Path("factory_with_missing_import.py").write_text("import missing_module")
     write_npz(deployment / "new.npz", digits(0, 1))
+    write_npz(deployment / "all.npz", digits(0, 1, 2, 3))
 
     def run(**options):
         given_options = {"--" + name.replace("_", "-"): value for name, value in options.items()}
         arguments = ["update"]
         for name, value in (DEFAULT_OPTIONS | given_options).items():
+            if value is OMITTED:
+                continue
             arguments.append(name)
             if value is not None:
                 arguments.append(value)
@@ -173,6 +177,10 @@ def run_command(deployment):
         ({"weights": "none.safetensors"}, 1, "There is no file none.safetensors"),
         ({"y": "label"}, 1, "has no array 'label'; it has x, y, x_test, y_test"),
         ({"lr": "1e30", "optimizer": "sgd"}, 1, "The loss is"),
+        ({"method": "ranpac"}, 1, "this first update has none of 2, 3, for which the model has outputs"),
+        ({"method": "fecam"}, 1, "FeCAM predicts with more than the model's weights"),
+        ({"method": "ranpac", "set": "ranpac.dimension=2000000", "data": "all.npz"}, 1, "choose a smaller dimension"),
+        ({"forget": "new.npz"}, 2, "Give either new data to learn, --data FILE, or learned rows to forget"),
     ],
 )
 def test_exit_codes_and_messages(options, code, message, run_command, capsys):
@@ -189,6 +197,32 @@ def test_valid_command(run_command, capsys):
     facts = json.loads(Path("state/update-0001/facts.json").read_text())
     assert facts["training"]["optimizer"] == "SGD" and facts["method"]["fields"].startswith("ER(capacity=50")
     assert run_command(classes="names.txt", set="er.capacity=50") == 0 and "nothing to do" in capsys.readouterr().out
+
+
+def test_classes_are_learned_and_rows_forgotten(run_command, deployment, capsys):
+    write_npz(deployment / "four.npz", digits(4, 5))
+    assert run_command(method="ranpac", set="ranpac.dimension=100", data="four.npz", old="all.npz") == 0
+    assert "Update 1 with RanPAC(dimension=100): accepted." in capsys.readouterr().out
+    (x, y), _ = digits(4, 5)
+    np.savez("rows.npz", x=x[:7].numpy(), y=y[:7].numpy())
+    only_forget = {"data": OMITTED, "epochs": OMITTED, "method": OMITTED, "forget": "rows.npz"}
+    assert run_command(**only_forget, dry_run=None) == 0 and current_version() == 1
+    assert run_command(**only_forget, versions="1") == 0
+    report = capsys.readouterr().out
+    assert "Update 2 with RanPAC(dimension=100): forgot 7 rows." in report and current_version() == 2
+    assert [path.name for path in Path("state").glob("update-*")] == ["update-0002"]
+    for options, code, message in [
+        ({"epochs": "3", "tolerance": "1"}, 2, "--tolerance, --epochs: not used with --forget, leave it out."),
+        ({"data": "four.npz"}, 2, "Give either new data"),
+        ({"forget": "none.npz"}, 1, "There is no file or folder none.npz"),
+        ({"forget": "new.npz"}, 1, "rows to forget are not among those that updates have learned"),
+        ({"state": "nowhere"}, 1, "There is no update in nowhere, so nothing can be forgotten"),
+    ]:
+        files_before = read_files(deployment)
+        assert run_command(**only_forget | options) == code
+        error = capsys.readouterr().err
+        assert message in error and "Traceback" not in error
+        assert read_files(deployment) == files_before
 
 
 def test_method_is_read_from_state(run_command, deployment, capsys):

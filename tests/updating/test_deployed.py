@@ -9,6 +9,7 @@ from torch import nn
 
 import everlearn
 from everlearn import ER, EWC, METHODS, Chain, LwF, Method, Task
+from everlearn.surgery.feature_head import restore_feature_head
 from tests.updating.deployments import digits, make_model, read_files, run_update
 
 
@@ -47,6 +48,7 @@ def test_deployable_flag_is_correct(name):
         everlearn.train(model, method, Task(digits(*classes, shift=number)[0], id=number), epochs=2, batch_size=32)
     x = digits(0, 1, 2, 3)[1][0]
     plain_model = make_model()
+    restore_feature_head(plain_model, model.state_dict())
     plain_model.load_state_dict(safetensors.torch.load(safetensors.torch.save(model.state_dict())))
     with torch.no_grad():
         difference = (method.predict(model, x) - plain_model.eval()(x)).abs().max()

@@ -39,5 +39,5 @@ def test_changed_structural_fields_are_refused(first, second, reason, deployment
 @pytest.mark.parametrize("name", [n for n, kind in METHODS.items() if kind.deployable])
 def test_method_is_restored_from_state(name, deployment):
     method = METHODS[name]()
-    run_update(digits(0, 1, shift=1), method, training=QUICK)
+    run_update(digits(0, 1, 2, 3, shift=1), method, training=QUICK)
     assert repr(latest_method(StateFolder("state"))) == repr(method)

@@ -13,9 +13,9 @@ from tests.updating.deployments import digits, run_update
 def test_refusal_lists_suggestions(deployment):
     report = str(run_update(digits(4, 5), EWC(30.0), old=digits(0, 1, 2, 3), tolerance=2.0))
     suggestions = report.split("What to try:\n")[1].splitlines()
-    assert (
-        suggestions[0]
-        == "- Replay: with new classes only stored examples preserve the old ones: --method er-ace, derpp or er."
+    assert suggestions[0] == (
+        "- Replay: with new classes only stored examples preserve the old ones: --method er-ace, derpp or er. If the "
+        "model is pretrained, ranpac stores no examples."
     )
     assert suggestions[1].startswith("- More protection: --set ewc.strength=300")
     assert Path("state/refused/report.txt").read_text() == f"{report}\n"

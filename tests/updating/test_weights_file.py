@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import everlearn
-from everlearn import Method, nets
+from everlearn import KLDA, Method, NearestMean, RanPAC, StreamingLDA, nets
 from everlearn.updating import load
 from everlearn.updating.weights_file import read_weights, round_to_file_dtypes
 from tests.updating.deployments import digits, make_model, run_update
@@ -90,3 +90,34 @@ def test_tied_weights_are_kept(deployment):
     model = load(Tied, "model.safetensors")
     assert model.a.weight is model.b.weight and run_update(digits(2, 3), factory=Tied).number == 2
     safetensors.torch.load_model(model, "model.safetensors")  # requires that the shared tensor is stored once
+
+
+HALF_HEADS = {"nearest-mean": NearestMean(), "streaming-lda": StreamingLDA(shrinkage=0.1), "ranpac": RanPAC(100)}
+
+
+@pytest.mark.parametrize("method", HALF_HEADS.values(), ids=HALF_HEADS.keys())
+def test_heads_in_half_precision_files(method, deployment):
+    """The logit of a class without examples, -1e30, does not fit float16."""
+    weights = {name: value.half() for name, value in safetensors.torch.load_file("model.safetensors").items()}
+    safetensors.torch.save_file(weights, "model.safetensors")
+    with pytest.warns(UserWarning, match="will never predict"):
+        first = run_update(digits(4, 5), method, old=digits(0, 1, 2))
+    second = run_update(digits(6, 7), method)
+    stored = safetensors.torch.load_file("model.safetensors")
+    assert stored["1.weight"].dtype == torch.half and all(value.isfinite().all() for value in stored.values())
+    model = load(make_model, "model.safetensors")
+    predicted = model(digits(0, 1, 2, 3, 4, 5, 6, 7)[1][0]).argmax(1)
+    assert 3 not in predicted and second.after[1] > 0.8 and first.after[0] > 0.8
+
+
+@pytest.mark.parametrize("method", [RanPAC(100), KLDA(100, shrinkage=0.01)], ids=["ranpac", "klda"])
+def test_file_of_a_head_that_was_converted_to_half_precision(method, deployment):
+    run_update(digits(0, 1, 2, 3), method)
+    expected = load(make_model, "model.safetensors")
+    weights = {name: value.half() for name, value in safetensors.torch.load_file("model.safetensors").items()}
+    safetensors.torch.save_file(weights, "half.safetensors")
+    x = digits(0, 1, 2, 3)[1][0]
+    loaded = load(make_model, "half.safetensors")
+    assert loaded(x).dtype == torch.float32, "the dtype of the factory's model"
+    assert (loaded(x).argmax(1) == expected(x).argmax(1)).double().mean() > 0.97
+    assert loaded(torch.zeros(2, 1, 8, 8)).isfinite().all()

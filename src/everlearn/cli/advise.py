@@ -6,11 +6,12 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from pydantic import ValidationError
 
 from everlearn.cli.options import AdviseOptions
-from everlearn.core.scenario import Scenario
+from everlearn.core.scenario import DataKind, Scenario
 from everlearn.core.traits import Traits
 from everlearn.experiments.advice import (
     BYTES_PER_NUMBER,
@@ -36,6 +37,9 @@ QUESTIONS = {
     "labels": "Are there labels of the data to remember?\n"
     "(no: the model is trained already, and there are inputs only) [yes/no]",
     "boundaries": "Are task boundaries known during training? [yes/no]",
+    "pretrained": "Was the model pretrained on data like yours, so that its features suit them?\n"
+    "(no: it is trained from scratch) [yes/no/unknown]",
+    "data": "What are the data? [images/text/table]",
     "tasks": "How many tasks will there be? [a number]",
     "time": "How many baseline training steps may a step take? [a number, such as 1.5]",
     "memory": "How much memory may a method use besides the model? [2x: two copies of the model; or 20MB]",
@@ -47,8 +51,9 @@ SCENARIO_DESCRIPTIONS: dict[Scenario, str] = {
     "domain": "Domain-incremental: the task is not known at test time; all tasks have the same classes, inputs differ",
     "class": "Class-incremental: the task is not known at test time; later tasks add classes",
 }
+PRETRAINED_STREAMS: dict[DataKind | None, str] = {"images": "cifar100-mobilenet", "text": "clinc150-minilm"}
 MAX_WIDTH = 100  # of printed lines
-CODE_PREFIXES = ("  everlearn run", "  from ", "  stream", "  print")
+CODE_PREFIXES = ("  everlearn run", "  from ", "  stream = ", "  print")
 
 
 def print_advice(options: AdviseOptions) -> int:
@@ -135,7 +140,8 @@ def format_advice(options: AdviseOptions) -> Iterator[str]:
 
 def _needs_of(options: AdviseOptions) -> Needs:
     """Convert the options to the constraints of the library."""
-    constraints = {name: value == "yes" if value in ("yes", "no") else value for name, value in options}
+    booleans = {"yes": True, "no": False, "unknown": None}
+    constraints: dict[str, Any] = {name: booleans.get(value, value) for name, value in options}
     try:
         return Needs(**constraints)
     except ValueError as error:
@@ -186,14 +192,18 @@ def _format_cost(traits: Traits, needs: Needs) -> str:
     num_tasks = needs.tasks or DEFAULT_TASKS
     step_time = traits.step_of(num_tasks)
     step = "the time of a step is not measured"
-    if step_time is not None:
+    if step_time == 0:
+        step = "no training steps: one pass over the examples of each task"
+    elif step_time is not None:
         step = f"a step takes about {step_time:.1f} baseline steps"
         if traits.step_growth:
             step += f" in the last of {num_tasks} tasks"
 
     stored = []
     num_copies = traits.copies_after(num_tasks)
-    if num_copies is None:
+    if not traits.copies_scale:
+        stored.append("statistics of the features")
+    elif num_copies is None:
         stored.append("state whose size is not measured")
     elif num_copies:
         copies = f"about {num_copies:.2g} {'copy' if num_copies == 1 else 'copies'} of the model"
@@ -259,6 +269,8 @@ def _order_note(advices: Sequence[Advice], needs: Needs) -> str:
         order += ", those not measured last"
     if needs.scenario == "task" and any(advice.traits and advice.traits.zero_forgetting for advice in advices):
         return f" (those that forget nothing first, then {order})"
+    if needs.scenario == "class" and needs.pretrained:
+        return f" (those for pretrained features first, then {order})"
     return f" ({order})"
 
 
@@ -278,6 +290,13 @@ def _format_examples(best: Sequence[Advice], needs: Needs) -> Iterator[str]:
     settings = ", ".join(f"{field}={value!r}" for field, value in best[0].settings.items())
     stream_function = "online_digits" if is_online else "digits"
     epochs = 1 if is_online else 10
+    if best[0].traits and best[0].traits.needs_pretrained:
+        benchmark = PRETRAINED_STREAMS.get(needs.data)
+        published = f" On published data, with a pretrained encoder: --stream {benchmark} --hidden none."
+        yield (
+            f"\nWith your own model: {class_name}({settings}).end_task(model, loader), then model(x); see "
+            f"docs/pretrained.md.{published if benchmark else ''}"
+        )
     yield "\nIn Python; streams.from_tasks makes a stream of your own data, and your own training loop works as well:"
     yield f"  from everlearn import {class_name}, nets, run, streams"
     yield f'  stream = streams.{stream_function}(scenario="{needs.scenario or "task"}")'

@@ -109,8 +109,8 @@ def reproduce(
 ) -> int:
     """Run the protocol of a published table and print published and measured numbers side by side.
 
-    A cell counts as reproduced if the mean over seeds is within the larger of 1.5 points and two published standard
-    deviations. Repeat the command to resume runs that were stopped.
+    A cell counts as reproduced if the mean over seeds is within the larger of 1.5 points (or what the table
+    says) and two published standard deviations. Repeat the command to resume runs that were stopped.
 
     Args:
         table: Name of the table, as listed by 'everlearn list', or 'all'.
@@ -161,6 +161,9 @@ def update(*, options: Annotated[Updating, Parameter(name="*")]) -> int:
     data of what the model has learned before. Exit codes: 0 accepted; 1 failed; 2 wrong usage; 3 refused, because the
     accuracy on old held-out sets fell by more than the tolerance, and nothing was replaced. If the process is killed,
     model and state are complete, from before or after the update; repeat the command to resume.
+
+    --method ranpac teaches new classes to a pretrained model in seconds: it trains nothing and stores no examples. With
+    --forget rows.parquet instead of --data, learned rows are taken out again.
 
     Args:
         options: Model, data, method, and by how much old accuracy may fall.
@@ -236,7 +239,7 @@ def start(arguments: Sequence[str]) -> int:
         return _print_error(explain(error), 2)
     except UsageError as error:
         return _print_error(str(error), 2)
-    except (OSError, ValueError, TypeError, ImportError) as error:
+    except (OSError, ValueError, TypeError, ImportError, MemoryError) as error:
         return _print_error(str(error), 1)
     except KeyboardInterrupt:
         return _print_error("Stopped. Finished runs are kept; repeat the command to resume.", 130)

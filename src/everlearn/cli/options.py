@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from everlearn.core.scenario import Scenario
+from everlearn.core.scenario import DataKind, Scenario
 from everlearn.experiments.options import Grid
 
 YesNo = Literal["yes", "no"]
@@ -46,6 +46,10 @@ class AdviseOptions(BaseModel):
         description="Whether the data to remember has labels; if not, there are only a trained model and inputs.",
     )
     boundaries: YesNo | None = Field(None, description="Whether task boundaries are known during training.")
+    pretrained: Literal["yes", "no", "unknown"] | None = Field(
+        None, description="Whether the model was pretrained on data like those to come."
+    )
+    data: DataKind | None = Field(None, description="Kind of data: results on the same kind count first.")
     tasks: int | None = Field(None, ge=1, description="Number of tasks.")
     time: float | None = Field(
         None, gt=0, allow_inf_nan=False, description="Maximum time of a step, in baseline steps."
@@ -125,7 +129,14 @@ class Updating(BaseModel):
     )
     weights: Path = Field(description="The deployed weights, a safetensors file; replaced if the update is accepted.")
     state: Path = Field(description="The state folder; for a first update a new or empty one.")
-    data: Path = Field(description="The new data: a .csv, .tsv, .parquet or .npz file, or a folder of images.")
+    data: Path | None = Field(
+        None, description="The new data: a .csv, .tsv, .parquet or .npz file, or a folder of images."
+    )
+    forget: Path | None = Field(
+        None,
+        description="Instead of --data: learned rows to take out again, exactly (heads on frozen features only). "
+        "--versions 1 also deletes earlier versions, which still contain them.",
+    )
     method: str = Field(
         "",
         description="The method that protects the old skills; 'er+ewc' chains two. By default that of the last update.",

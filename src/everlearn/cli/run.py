@@ -16,6 +16,9 @@ from everlearn.results.report.table import overview, table
 from everlearn.results.result import Result
 from everlearn.runtime.escaping import printable_lines
 
+# Digits have 64 pixels: a thousand random features are enough, and take a tenth of the time of five thousand.
+DIGITS_SETTINGS = {"ranpac": "ranpac.dimension=1000", "klda": "klda.dimension=1000"}
+
 
 def compare_methods(options: CompareOptions) -> int:
     """Run methods on the digits and print one table of all scenarios; returns the exit code."""
@@ -25,6 +28,7 @@ def compare_methods(options: CompareOptions) -> int:
     grid = Grid(
         stream="digits",
         methods=methods,
+        set=[setting for name, setting in DIGITS_SETTINGS.items() if name in methods.split(",")],
         scenario=options.scenario,
         seeds=options.seeds,
         epochs=options.epochs,

@@ -1,4 +1,4 @@
-"""The command ``everlearn update``: train a deployed model on new data, or leave it as it is."""
+"""The command ``everlearn update``: train a deployed model on new data, or forget rows, or leave it as it is."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ from everlearn.core.method import Method
 from everlearn.experiments.grid import optimizer
 from everlearn.experiments.options import Grid
 from everlearn.experiments.parsing import UsageError, did_you_mean, make_method, parse_settings
-from everlearn.trainer.settings import Training
-from everlearn.updating import Reading, update
+from everlearn.trainer.settings import OptimizerFactory, Training
+from everlearn.updating import Reading, Update, forget, update
 from everlearn.updating.state_folder import POINTER
 from everlearn.updating.stored_method import NO_METHOD
 from everlearn.updating.weights_file import Factory
 
+USED_TO_FORGET = ["model", "weights", "state", "forget", "method", "set", "x", "y", "size", "grey", "versions"]
+USED_TO_FORGET += ["output", "device", "threads", "accept_weights", "dry_run"]
 EXIT_REFUSED = 3
 EXIT_INTERRUPTED = 130
 
@@ -36,6 +38,8 @@ def give_update(options: Updating) -> int:
     Returns:
         The exit code: 0 if the update is accepted, 3 if it is refused because old accuracy has fallen too far.
     """
+    _check_task(options)
+
     # Raises if the options of the optimizer do not fit together.
     plan = Grid(
         optimizer=options.optimizer,
@@ -53,31 +57,11 @@ def give_update(options: Updating) -> int:
         with warnings.catch_warnings():
             # The report has this warning too.
             warnings.filterwarnings("ignore", "Before this update the model")
-            outcome = update(
-                make_model,
-                options.weights,
-                options.state,
-                options.data,
-                method,
-                old=options.old,
-                classes=_parse_names(options.classes) or None,
-                read=Reading(tuple(dict.fromkeys(_parse_names(options.x))), options.y, options.size, options.grey),
-                tolerance=options.tolerance,
-                per_set=options.per_set,
-                holdout=options.holdout,
-                keep=options.keep,
-                versions=options.versions,
-                training=Training(
-                    options.epochs, options.iterations, options.batch_size, options.seed, clip=options.clip
-                ),
-                optimizer=optimizer(plan),
-                output=options.output,
-                balance=options.balance,
-                device=options.device,
-                accept_weights=options.accept_weights,
-                repeat=options.repeat,
-                dry_run=options.dry_run,
-            )
+            warnings.filterwarnings("ignore", "Neither the old nor the new data")
+            if options.forget is None:
+                outcome = _learn(options, optimizer(plan), make_model, method)
+            else:
+                outcome = _forget(options, make_model, method)
     except (ArithmeticError, RuntimeError) as error:
         # A loss that is not finite, or a device without memory: an error of the user's data, without a traceback.
         raise ValueError(str(error)) from error
@@ -95,11 +79,75 @@ def give_update(options: Updating) -> int:
     return 0
 
 
+def _check_task(options: Updating) -> None:
+    """Raise unless there is either new data or rows to forget, and no option that forgetting does not use."""
+    if (options.data is None) == (options.forget is None):
+        raise UsageError("Give either new data to learn, --data FILE, or learned rows to forget, --forget FILE.")
+    if options.forget is None:
+        return
+
+    unused = []
+    for name, field in Updating.model_fields.items():
+        if name not in USED_TO_FORGET and getattr(options, name) != field.default:
+            unused.append(f"--{name.replace('_', '-')}")
+    if unused:
+        raise UsageError(f"{', '.join(unused)}: not used with --forget, leave it out.")
+
+
+def _learn(options: Updating, make_optimizer: OptimizerFactory, make_model: Factory, method: Method | None) -> Update:
+    """Learn new data."""
+    return update(
+        make_model,
+        options.weights,
+        options.state,
+        options.data,
+        method,
+        old=options.old,
+        classes=_parse_names(options.classes) or None,
+        read=_parse_reading(options),
+        tolerance=options.tolerance,
+        per_set=options.per_set,
+        holdout=options.holdout,
+        keep=options.keep,
+        versions=options.versions,
+        training=Training(options.epochs, options.iterations, options.batch_size, options.seed, clip=options.clip),
+        optimizer=make_optimizer,
+        output=options.output,
+        balance=options.balance,
+        device=options.device,
+        accept_weights=options.accept_weights,
+        repeat=options.repeat,
+        dry_run=options.dry_run,
+    )
+
+
+def _forget(options: Updating, make_model: Factory, method: Method | None) -> Update:
+    """Forget learned rows."""
+    return forget(
+        make_model,
+        options.weights,
+        options.state,
+        options.forget,
+        method,
+        read=_parse_reading(options),
+        versions=options.versions,
+        output=options.output,
+        device=options.device,
+        accept_weights=options.accept_weights,
+        dry_run=options.dry_run,
+    )
+
+
+def _parse_reading(options: Updating) -> Reading:
+    columns = tuple(dict.fromkeys(_parse_names(options.x)))
+    return Reading(columns, options.y, options.size, options.grey)
+
+
 def _parse_method(options: Updating) -> Method | None:
     """Create the method of the options; None if they name none, so that the state's is used."""
     settings = parse_settings(options.set)
     if not options.method:
-        if not (options.state / POINTER).exists():
+        if options.forget is None and not (options.state / POINTER).exists():
             raise UsageError(NO_METHOD)
         if settings:
             raise UsageError(

@@ -13,6 +13,8 @@ from torch.utils._pytree import tree_map
 from everlearn.core.data_source import Inputs, row_count, unlisted
 from everlearn.core.forward import forward
 from everlearn.core.likelihood import Categorical, Likelihood
+from everlearn.core.parameters import grown
+from everlearn.runtime import distributed
 
 Transform = Callable[[Inputs], Inputs]
 
@@ -91,6 +93,34 @@ class Batch:
     def score(self, outputs: Tensor) -> Tensor:
         """Score of each example's output; for classes 1 if correct, else 0."""
         return self.likelihood.score(outputs, self.labels(), self.allowed_rows)
+
+    def mark_classes(self, num_outputs: int) -> Tensor:
+        """Return whether each output is a class of the batch, in any process; ignored labels are none."""
+        labels = self.likelihood.labels(self.labels()).flatten()
+
+        # Labels that are ignored, or out of range, mark an entry after the last class, which is cut off.
+        is_class = (labels >= 0) & (labels < num_outputs)
+        is_present = torch.zeros(num_outputs + 1, dtype=torch.bool, device=labels.device)
+        is_present.scatter_(0, torch.where(is_class, labels, num_outputs), True)
+        is_present = is_present[:num_outputs]
+        if distributed.world_size() == 1:
+            return is_present
+        num_processes = is_present.float()
+        distributed.all_reduce_([num_processes])
+        return num_processes > 0
+
+    def restrict(self, allowed: Tensor) -> Batch:
+        """Return the batch with a mask that allows no other classes than these; a training loop's own loss is dropped.
+
+        Args:
+            allowed: whether each output is allowed.
+        """
+        if self.allowed is None or self.t is None:
+            rows = torch.zeros(len(self), dtype=torch.long, device=allowed.device)
+            return replace(self, allowed=allowed[None], t=rows, loop_loss=None)
+        num_classes = self.allowed.shape[1]
+        allowed = grown(allowed, [max(num_classes, len(allowed))])
+        return replace(self, allowed=self.allowed & allowed[:num_classes], loop_loss=None)
 
     def like(self, x: Inputs, y: Tensor | None, t: Tensor | None) -> Batch:
         """Create a batch of other examples under the same scenario mask, likelihood and transform."""

@@ -131,6 +131,8 @@ def _describe_cost(method: Method, model: nn.Module) -> dict[str, str]:
     """Estimate the memory of a method's state, without examples, from its traits."""
     methods: list[Method] = getattr(method, "methods", [method])
     all_traits = [traits_of(type(m)) for m in methods]
+    if any(traits is not None and not traits.copies_scale for traits in all_traits):
+        return {"state": "statistics, whose size depends on the features and classes, not on the model"}
     model_bytes = sum(p.numel() * p.element_size() for p in unwrap(model).parameters())
     sizes = []
     for num_tasks in (1, 10):

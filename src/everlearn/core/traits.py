@@ -42,10 +42,13 @@ class Traits:
         needs_labels: whether consolidating a task requires training on its labels; otherwise a trained model and
             inputs are sufficient.
         without_boundaries: fields to set for streams without task boundaries; None if boundaries are required.
+        needs_pretrained: why it needs a model that was pretrained on similar data; empty if it does not.
         copies: stored state except examples, in copies of the model: a₀ + a₁N + a₂N² after N tasks; None if it is not
             measured.
+        copies_scale: whether the state is larger for a larger model. Otherwise ``copies`` holds for 784-400-400-10
+            only, as for statistics, whose size depends on the numbers of features and classes.
         step: time of a training step relative to fine-tuning, in the third task (``python benchmarks/overhead.py
-            methods``); None if it is not measured.
+            methods``); 0 if it takes no training steps, None if it is not measured.
         step_growth: increase of ``step`` with each further task.
         weak: scenarios in which no published table shows it closing a quarter of the gap between fine-tuning and
             joint training, with the reason.
@@ -60,11 +63,13 @@ class Traits:
     step: float | None = None
     step_growth: float = 0.0
     copies: tuple[float, ...] | None = None
+    copies_scale: bool = True
     needs_task: bool = False
     zero_forgetting: bool = False
     keeps_examples: bool = False
     grows: bool = False
     needs_labels: bool = True
+    needs_pretrained: str = ""
     without_boundaries: Mapping[str, Any] | None = None
     weak: Mapping[Scenario, str] = field(default_factory=dict)
 

@@ -34,15 +34,15 @@ def show_progress(progress: bool | None) -> Iterator[None]:
 
 
 class PassProgress:
-    """Progress of a pass over the examples of a task.
+    """Progress of a pass over the examples of a task, or over generated ones.
 
     Args:
-        task: whose examples are counted.
+        task: whose examples are counted, or the number of examples.
         quantity: what is computed, for the bar's description.
         max_examples: number of examples in the pass; by default all.
     """
 
-    def __init__(self, task: Task, quantity: str, max_examples: int | None = None) -> None:
+    def __init__(self, task: Task | int, quantity: str, max_examples: int | None = None) -> None:
         # For tqdm, None means: disabled unless on a terminal.
         is_disabled: bool | None = None
         progress = _progress.get()
@@ -92,8 +92,10 @@ class PassProgress:
         self._bar.update(num_examples - self._bar.n)
 
 
-def _count_examples(task: Task, max_examples: int | None) -> int | None:
+def _count_examples(task: Task | int, max_examples: int | None) -> int | None:
     """Number of examples of this process, or None if it is unknown."""
+    if isinstance(task, int):
+        return task
     try:
         num_examples = len(task.train)
     except TypeError:

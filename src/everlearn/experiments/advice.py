@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_type_hints
 
 from everlearn.core.hyperparameters import Range, check_field
 from everlearn.core.method import Method
-from everlearn.core.scenario import Scenario
+from everlearn.core.scenario import DataKind, Scenario
 from everlearn.core.traits import Traits, traits_of
 from everlearn.methods import METHODS
 
@@ -31,6 +31,8 @@ class Needs:
         grow: whether the model may grow with the number of tasks.
         labels: whether there are labels of the data to remember; if not, there are a trained model and inputs only.
         boundaries: whether task boundaries are known during training.
+        pretrained: whether the model was pretrained on data like those to come, so that its features suit them.
+        data: "images", "text" or "table"; results on the same kind of data count first.
         memory: memory a method may use besides the model, in copies of the model ("2x") or in bytes ("20MB").
         time: maximum time of a training step, as a multiple of a baseline step.
         tasks: number of tasks.
@@ -43,6 +45,8 @@ class Needs:
     grow: bool | None = None
     labels: bool | None = None
     boundaries: bool | None = None
+    pretrained: bool | None = None
+    data: DataKind | None = None
     memory: str | None = None
     time: Annotated[float, Range(0)] | None = None
     tasks: Annotated[int, Range(1)] | None = None
@@ -83,6 +87,8 @@ class Measured:
         settings: fields of the method that differ from their defaults.
         finetune: mean accuracy of fine-tuning in the same table and scenario, if recorded.
         joint: mean accuracy of joint training in the same table and scenario, if recorded.
+        data: kind of data of the table.
+        pretrained: whether the model of the table is pretrained.
     """
 
     method: str
@@ -94,6 +100,8 @@ class Measured:
     settings: Mapping[str, Any]
     finetune: float | None
     joint: float | None
+    data: DataKind = "images"
+    pretrained: bool = False
 
     @property
     def mean(self) -> float:
@@ -151,7 +159,8 @@ def advise(
 ) -> list[Advice]:
     """Rank methods: those that fit, best recorded results first, then the others, fewest objections first.
 
-    A cost that is not measured is no objection: the constraints that it leaves open are listed in ``unchecked``.
+    A cost that is not measured is no objection: the constraints that it leaves open are listed in ``unchecked``. If
+    ``needs.pretrained`` is given, only results of such models count: of pretrained ones, or of those from scratch.
 
     Args:
         needs: constraints of the project.
@@ -161,11 +170,11 @@ def advise(
     >>> {advice.name: advice.objections for advice in advise(Needs(scenario="class", keep_data=False))}["er"]
     ['stores examples']
     """
-    measured = list(measured)
+    measured = _comparable_results(list(measured), needs)
     advices = []
     for name, method_class in methods.items():
         traits = traits_of(method_class)
-        best_results = _best_results([result for result in measured if result.method == name], needs.scenario)
+        best_results = _best_results([result for result in measured if result.method == name])
         unchecked: list[str] = []
         settings: Mapping[str, Any] = {}
         if traits is None:
@@ -179,12 +188,22 @@ def advise(
     return sorted(advices, key=lambda advice: _rank_key(advice, needs))
 
 
-def _best_results(measured: list[Measured], scenario: Scenario | None) -> list[Measured]:
-    """Best result of each table and scenario, restricted to one scenario if given."""
+def _comparable_results(measured: list[Measured], needs: Needs) -> list[Measured]:
+    """Results of the project's scenario and kind of model, and of its kind of data if there are any."""
+    comparable = [
+        result
+        for result in measured
+        if needs.scenario in (None, result.scenario) and needs.pretrained in (None, result.pretrained)
+    ]
+    same_data = [result for result in comparable if result.data == needs.data]
+    return same_data or comparable
+
+
+def _best_results(measured: list[Measured]) -> list[Measured]:
+    """Best result of each table and scenario."""
     best: dict[tuple[str, Scenario], Measured] = {}
     for result in sorted(measured, key=lambda result: result.mean):
-        if scenario in (None, result.scenario):
-            best[result.table, result.scenario] = result
+        best[result.table, result.scenario] = result
     return [best[key] for key in sorted(best)]
 
 
@@ -208,6 +227,10 @@ def _find_objections(needs: Needs, traits: Traits) -> list[str]:
         objections.append("needs labels of the data to remember")
     if traits.without_boundaries is None and needs.boundaries is False:
         objections.append("needs task boundaries")
+    if traits.needs_pretrained and needs.pretrained is False:
+        objections.append(traits.needs_pretrained)
+    if not traits.copies_scale:
+        num_copies = None  # not those of the project's model
     if needs.memory_copies is not None and num_copies is not None and num_copies > needs.memory_copies:
         objections.append(
             f"stores about {num_copies:.2g} copies of the model with {num_tasks} tasks, more than "
@@ -221,10 +244,14 @@ def _find_objections(needs: Needs, traits: Traits) -> list[str]:
 
 
 def _find_unchecked(needs: Needs, traits: Traits) -> list[str]:
-    """List the constraints on costs that are not measured."""
+    """List what could not be checked: constraints on costs that are not measured, and the features."""
     unchecked = []
+    if traits.needs_pretrained and needs.pretrained is None:
+        unchecked.append("whether the model's features suit your data: if it is not pretrained, the result may be poor")
     if needs.memory is not None and traits.copies is None:
         unchecked.append(f"whether its state fits into {needs.memory}: its size is not measured")
+    elif needs.memory is not None and not traits.copies_scale:
+        unchecked.append(f"whether its state fits into {needs.memory}: its size depends on features and classes")
     if needs.time is not None and traits.step is None:
         unchecked.append(f"whether a step takes at most {needs.time:g} baseline steps: its time is not measured")
     return unchecked
@@ -233,16 +260,19 @@ def _find_unchecked(needs: Needs, traits: Traits) -> list[str]:
 def _rank_key(advice: Advice, needs: Needs) -> tuple[float, ...]:
     """Sort key: fitting, with recorded results, baselines last, without forgetting, cheapest step first.
 
-    Methods whose step is not measured come after those whose step is.
+    Methods whose step is not measured come after those whose step is. New classes of a pretrained model are for the
+    methods that need one. Those that are equal in all this stay in the order of METHODS.
     """
     traits = advice.traits
     if not advice.fits or traits is None:
         return (1, advice.method_class is Method, len(advice.objections))
     if advice.closed_gap is not None:
         return (0, 0, -advice.closed_gap)
-    forgets_nothing = traits.zero_forgetting and needs.scenario == "task"
+    is_preferred = traits.zero_forgetting and needs.scenario == "task"
+    if traits.needs_pretrained and needs.pretrained and needs.scenario == "class":
+        is_preferred = True
     step = inf if traits.step is None else traits.step
-    return (0, 1, traits.family == "baselines", not forgets_nothing, step)
+    return (0, 1, traits.family == "baselines", not is_preferred, step)
 
 
 def example_capacity(needs: Needs, traits: Traits) -> int | None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from everlearn.core.stream import Stream
 from everlearn.experiments.console import make_trackers
 from everlearn.experiments.options import Grid
 from everlearn.experiments.parsing import UsageError, look_up, make_method, parse_settings, split_list
+from everlearn.methods import METHODS
 from everlearn.results.result import Result
 from everlearn.streams import STREAMS
 from everlearn.trainer import CheckpointEvery, run
@@ -111,12 +112,7 @@ def grid_runs(grid: Grid) -> Iterator[GridRun]:
 
     settings = parse_settings(grid.set)
     expressions = split_list(grid.methods)
-    methods = []
-    for expression in expressions:
-        if expression == "joint":
-            methods.append((Method(), True))
-        else:
-            methods.append((make_method(expression, settings), False))
+    methods = {seed: _make_methods(expressions, settings, seed) for seed in range(grid.seeds)}
 
     used_names = {name.strip().lower() for expression in expressions for name in expression.split("+")}
     unused_names = set(settings) - used_names
@@ -131,9 +127,34 @@ def grid_runs(grid: Grid) -> Iterator[GridRun]:
         for stream in streams
         for scenario in scenarios
         for seed in range(grid.seeds)
-        for method, joint in methods
+        for method, joint in methods[seed]
     ]
     return iter(runs)
+
+
+def _make_methods(
+    expressions: list[str], settings: Mapping[str, Mapping[str, Any]], seed: int
+) -> list[tuple[Method, bool]]:
+    """Make the methods of a seed, and whether each learns all tasks at once; their own random numbers follow the seed.
+
+    >>> methods = _make_methods(["l2", "joint"], {"l2": {"strength": "30"}}, seed=1)
+    >>> [(label(method), is_joint) for method, is_joint in methods]
+    [('L2(strength=30.0)', False), ('finetune', True)]
+    """
+    methods = []
+    for expression in expressions:
+        if expression == "joint":
+            methods.append((Method(), True))
+            continue
+
+        # A method with random features has a field "seed", which may be set like any other.
+        seeded_settings = dict(settings)
+        for name in expression.lower().split("+"):
+            method_class = METHODS.get(name.strip())
+            if method_class is not None and "seed" in [field.name for field in fields(method_class)]:
+                seeded_settings[name.strip()] = {"seed": seed, **settings.get(name.strip(), {})}
+        methods.append((make_method(expression, seeded_settings), False))
+    return methods
 
 
 def optimizer(grid: Grid) -> Any:

@@ -48,8 +48,8 @@ class Grid(BaseModel):
     tasks: int | None = Field(None, ge=1, description="Number of tasks; default: that of the stream.")
     all_classes: bool = Field(False, description="Class-incremental: predict among all classes from the first task on.")
     seeds: int = Field(1, ge=1, description="Number of seeds, starting at 0.")
-    net: Literal["mlp", "cnn", "resnet", "transformer"] = Field("mlp", description="Model.")
-    hidden: str = Field("400,400", description="Widths of the hidden layers (mlp only).")
+    net: Literal["mlp", "cnn", "resnet", "mobilenet_v2", "transformer"] = Field("mlp", description="Model.")
+    hidden: str = Field("400,400", description="Widths of the hidden layers, or 'none' (mlp only).")
     init: Literal["torch", "xavier"] = Field("torch", description="Weight initialization (mlp only).")
     optimizer: Literal["sgd", "adam", "adamw", "rmsprop"] = Field("adam", description="Optimizer.")
     lr: float = Field(0.001, gt=0, description="Learning rate.")
@@ -91,7 +91,9 @@ class Grid(BaseModel):
 
     @property
     def widths(self) -> list[int]:
-        """Widths of the hidden layers."""
+        """Widths of the hidden layers; none for a linear model."""
+        if self.hidden == "none":
+            return []
         return [int(width) for width in self.hidden.split(",")]
 
     @property
@@ -137,8 +139,11 @@ class Grid(BaseModel):
     def _check_options(self) -> Grid:
         if self.momentum and self.optimizer not in ("sgd", "rmsprop"):
             raise ValueError(f"momentum: {self.optimizer} has none to set; use sgd or rmsprop")
-        if not all(width.strip().isdigit() and int(width) > 0 for width in self.hidden.split(",")):
-            raise ValueError(f"hidden: got {self.hidden!r}, allowed: widths separated by commas, as in 400,400")
+        has_widths = all(width.strip().isdigit() and int(width) > 0 for width in self.hidden.split(","))
+        if not has_widths and self.hidden != "none":
+            raise ValueError(
+                f"hidden: got {self.hidden!r}, allowed: widths separated by commas, as in 400,400, or none"
+            )
         for name in ("stream", "scenario", "methods"):
             if not split_list(getattr(self, name)):
                 raise ValueError(f"{name}: got nothing, name at least one")

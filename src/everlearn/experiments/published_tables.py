@@ -11,6 +11,7 @@ from math import sqrt
 from statistics import fmean
 from typing import Any, Literal
 
+from everlearn.core.scenario import DataKind
 from everlearn.experiments.options import Grid
 from everlearn.experiments.parsing import UsageError, did_you_mean, explain
 from everlearn.runtime.optional_imports import imports_of_extra
@@ -47,8 +48,9 @@ class Row(BaseModel):
 class Table(BaseModel):
     """A published table with its protocol.
 
-    ``spread`` is what the source prints after its means, which are taken over ``runs`` runs. ``quick`` holds the
-    options of a smoke test.
+    ``spread`` is what the source prints after its means, which are taken over ``runs`` runs. ``tolerance`` is the
+    least difference in points that counts as a miss. ``quick`` holds the options of a smoke test. ``data`` and
+    ``pretrained`` say what the results are comparable with.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -58,8 +60,11 @@ class Table(BaseModel):
     protocol: str
     spread: Literal["sem", "std"]
     runs: int = Field(ge=1)
+    tolerance: float = Field(1.5, gt=0)
     run: Options
     quick: Options
+    data: DataKind = "images"
+    pretrained: bool = False
     columns: dict[str, Options]
     rows: list[Row]
 
@@ -76,6 +81,7 @@ class Cell:
         deviation: published standard deviation of single runs; 0 if none was published.
         options: options of ``everlearn run``.
         known: explanation of a miss; empty if there is none.
+        least_tolerance: least tolerance in points.
     """
 
     table: str
@@ -85,6 +91,7 @@ class Cell:
     deviation: float
     options: Options
     known: str
+    least_tolerance: float = 1.5
 
     @property
     def name(self) -> str:
@@ -93,8 +100,8 @@ class Cell:
 
     @property
     def tolerance(self) -> float:
-        """The larger of 1.5 points and two published standard deviations."""
-        return max(1.5, 2 * self.deviation)
+        """The larger of the least tolerance and two published standard deviations."""
+        return max(self.least_tolerance, 2 * self.deviation)
 
     def verdict(self, accuracies: Sequence[float]) -> Verdict:
         """Compare the mean over seeds with the published mean; a better mean is no miss.
@@ -183,7 +190,7 @@ def _make_cells(name: str, table: Table, quick: bool) -> Iterator[Cell]:
                 raise UsageError(f"{name}, {row.name}: {did_you_mean(column, table.columns)}")
             options = merge_options([table.run, table.columns[column], row.run, entry.run, quick_options])
             deviation = entry.spread * deviation_scale
-            yield Cell(name, row.name, column, entry.published, deviation, options, entry.known)
+            yield Cell(name, row.name, column, entry.published, deviation, options, entry.known, table.tolerance)
 
 
 def merge_options(layers: Sequence[Options]) -> Options:

@@ -35,7 +35,7 @@ def load_recorded() -> list[Measured]:
 
 def _load_table(name: str, file: Traversable) -> Iterator[Measured]:
     table_record = json.loads(file.read_text(encoding="utf-8"))
-    title = read_table(name).title
+    table = read_table(name)
     cell_runs = [(cell, recorded_runs(cell, table_record)) for cell in select_cells(name)]
     cell_runs = [(cell, runs) for cell, runs in cell_runs if runs]
 
@@ -51,12 +51,14 @@ def _load_table(name: str, file: Traversable) -> Iterator[Measured]:
                 method,
                 scenario,
                 name,
-                title,
+                table.title,
                 cell.name,
                 _accuracies(runs),
                 cell.options.get("set", {}),
                 finetune=mean_accuracy.get(("finetune", scenario)),
                 joint=mean_accuracy.get(("joint", scenario)),
+                data=table.data,
+                pretrained=table.pretrained,
             )
 
 

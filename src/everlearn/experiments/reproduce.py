@@ -32,8 +32,8 @@ PAGE_WIDTH = 118  # characters per line of the page
 PAGE_INTRODUCTION = """\
 This page is written by `everlearn reproduce TABLE --record docs/results`; do not edit it.
 
-A cell is *within* tolerance if our mean over seeds differs from the published mean by at most 1.5 points or two \
-published standard deviations, whichever is larger. *Above* is better than that, and *miss* is worse."""
+A cell is *within* tolerance if our mean over seeds differs from the published mean by at most 1.5 points (T9: \
+0.7) or two published standard deviations, whichever is larger. *Above* is better than that, and *miss* is worse."""
 
 
 def run_cells(

@@ -20,6 +20,7 @@ from everlearn.core.method import Method
 from everlearn.core.stream import Stream
 from everlearn.core.task import Task, allowed_classes
 from everlearn.integrations.sklearn_validation import Array, check_inputs, check_labels, merge_classes
+from everlearn.methods.heads.base import FrozenHead
 from everlearn.nets import mlp
 from everlearn.runtime.randomness import derive, seeded
 from everlearn.surgery.heads import grow_output
@@ -101,7 +102,9 @@ class TrainingRecord:
 class ContinualClassifier:
     """Classifier that learns a task with every ``partial_fit``, while a method prevents forgetting of earlier tasks.
 
-    Labels are numbers or strings, and new classes widen the output layer. Integers in X become floats.
+    Labels are numbers or strings, and new classes widen the output layer. Integers in X become floats. With a head on
+    frozen features, such as ``RanPAC``, ``model`` is a pretrained module: nothing is trained, each example counts once,
+    and ``forget`` takes examples out again. Probabilities of ``RanPAC`` and ``NearestMean`` are not calibrated.
 
     With ``task=`` in every ``partial_fit``, only the classes of the same task compete, and ``predict`` can be given the
     task; consecutive calls with the same number are parts of one task. Without it, all classes so far compete.
@@ -167,8 +170,7 @@ class ContinualClassifier:
         labels = check_labels(y)
         if record is None:
             record = TrainingRecord(tuple(x.shape[1:]))
-        if len(x) != len(labels):
-            raise ValueError(f"X has {len(x)} examples and y has {len(labels)} labels: give one label per example.")
+        _check_lengths(x, labels)
         if task is not None and (not isinstance(task, Integral) or task < 0):
             raise ValueError(f"task: got {task!r}, allowed: an integer from 0, or None in all calls.")
         if record.calls and (task is None) == bool(record.task_outputs):
@@ -187,6 +189,39 @@ class ContinualClassifier:
         self._record = record
         self.classes_ = all_classes
         self.n_features_in_ = int(np.prod(record.shape))
+        return self
+
+    def forget(self, X: Any, y: Any) -> Self:
+        """Take learned examples out again, so that the classifier equals one that never saw them, up to rounding.
+
+        Only heads on frozen features can: ``NearestMean``, ``StreamingLDA``, ``RanPAC``, ``KLDA`` and ``FeCAM``. The
+        features are not changed. That the examples were learned is checked only by their number in each class.
+
+        Args:
+            X: a row per example, as they were learned.
+            y: a label per example.
+        """
+        self._check_is_fitted()
+        # In one deep copy, because model and method may share tensors; a call that fails changes nothing.
+        model, method = copy.deepcopy((vars(self)["model_"], vars(self)["method_"]))
+        if not hasattr(method, "forget"):
+            raise ValueError(
+                f"{type(method).__name__} cannot forget examples: what it has learned of them is spread over all "
+                "weights. Use a head on frozen features, such as method=RanPAC(), or fit again without them."
+            )
+        x = check_inputs(X, self._record.shape)
+        labels = check_labels(y)
+        _check_lengths(x, labels)
+        unknown = [label for label in np.unique(labels).tolist() if label not in self._record.outputs]
+        if unknown:
+            raise ValueError(
+                f"y has the label {unknown[0]!r}, which was never learned: give only examples that were learned."
+            )
+
+        output_indices = torch.tensor([self._record.outputs[label] for label in labels.tolist()])
+        method.forget(model, (x, output_indices))
+        self.model_ = model
+        self.method_ = method
         return self
 
     def predict(self, X: Any, task: Any = None) -> Array:
@@ -277,6 +312,8 @@ class ContinualClassifier:
                 stream = Stream([task], "domain", inputs=record.shape, outputs=len(record.outputs))
                 model = build(self.model, stream).to(self.device)
             method = Method() if self.method is None else copy.deepcopy(self.method)
+            if isinstance(method, FrozenHead):
+                method.use_output(self.output)
         else:
             # In one deep copy, because model and method may share tensors.
             model, method = copy.deepcopy((vars(self)["model_"], vars(self)["method_"]))
@@ -319,3 +356,8 @@ class ContinualClassifier:
             # NotFittedError of scikit-learn is a ValueError too.
             error_class = getattr(sys.modules.get("sklearn.exceptions"), "NotFittedError", ValueError)
             raise error_class("This ContinualClassifier is not trained yet: call partial_fit(X, y) first.")
+
+
+def _check_lengths(x: Tensor, labels: Array) -> None:
+    if len(x) != len(labels):
+        raise ValueError(f"X has {len(x)} examples and y has {len(labels)} labels: give one label per example.")

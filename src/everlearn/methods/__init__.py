@@ -26,11 +26,19 @@ METHODS = LazyTable(
         "expandable": "everlearn.methods.expansion.expandable:ExpandableRepresentation",
         "den": "everlearn.methods.expansion.den:DEN",
         "expandnet": "everlearn.methods.expansion.expandnet:ExpandNet",
+        # Heads by their accuracy on CLINC150, the best first, which is the order in which ``advise`` lists them.
+        "ranpac": "everlearn.methods.heads.ranpac:RanPAC",
+        "klda": "everlearn.methods.heads.klda:KLDA",
+        "fecam": "everlearn.methods.heads.fecam:FeCAM",
+        "streaming-lda": "everlearn.methods.heads.streaming_lda:StreamingLDA",
+        "nearest-mean": "everlearn.methods.heads.nearest_mean:NearestMean",
+        "slca": "everlearn.methods.heads.slca:SLCA",
     }
 )
 
 # Public base classes of methods.
 _BASES = [
+    "everlearn.methods.heads.base:FrozenHead",
     "everlearn.methods.isolation.base:Isolation",
     "everlearn.methods.regularization.base:QuadraticPenalty",
     "everlearn.methods.replay.base:Replay",

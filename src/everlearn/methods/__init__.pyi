@@ -6,6 +6,13 @@ from everlearn.methods.baselines.l2 import L2
 from everlearn.methods.expansion.den import DEN
 from everlearn.methods.expansion.expandable import ExpandableRepresentation
 from everlearn.methods.expansion.expandnet import ExpandNet
+from everlearn.methods.heads.base import FrozenHead
+from everlearn.methods.heads.fecam import FeCAM
+from everlearn.methods.heads.klda import KLDA
+from everlearn.methods.heads.nearest_mean import NearestMean
+from everlearn.methods.heads.ranpac import RanPAC
+from everlearn.methods.heads.slca import SLCA
+from everlearn.methods.heads.streaming_lda import StreamingLDA
 from everlearn.methods.isolation.base import Isolation
 from everlearn.methods.isolation.hat import HAT
 from everlearn.methods.isolation.packnet import PackNet
@@ -33,22 +40,29 @@ __all__ = [
     "EWC",
     "GEM",
     "HAT",
+    "KLDA",
     "L2",
     "MAS",
     "METHODS",
     "PNN",
     "SI",
+    "SLCA",
     "DERpp",
     "ExpandNet",
     "ExpandableRepresentation",
+    "FeCAM",
     "Freeze",
+    "FrozenHead",
     "GenerativeReplay",
     "Isolation",
     "LwF",
     "Method",
+    "NearestMean",
     "PackNet",
     "QuadraticPenalty",
+    "RanPAC",
     "Replay",
+    "StreamingLDA",
 ]
 
 METHODS: LazyTable[type[Method]]

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from filelock import BaseFileLock, FileLock, Timeout
@@ -49,6 +49,18 @@ def write(path: Path, *content: bytes | memoryview, mode: int | None = None) -> 
         mode: its permissions. By default those that ``open`` would give: an existing file keeps its permissions, and a
             new one follows the umask of the process.
     """
+    with replacing(path, mode) as file:
+        file.writelines(content)
+
+
+@contextmanager
+def replacing(path: Path, mode: int | None = None) -> Iterator[BinaryIO]:
+    """Open a file to write it atomically, piece by piece; it gets its name when the context ends without an error.
+
+    Args:
+        path: the file.
+        mode: its permissions, as for ``write``.
+    """
     if mode is None:
         with suppress(FileNotFoundError):
             mode = stat.S_IMODE(path.stat().st_mode) & 0o777
@@ -57,7 +69,7 @@ def write(path: Path, *content: bytes | memoryview, mode: int | None = None) -> 
         with os.fdopen(handle, "wb") as file:
             if mode is not None:
                 os.chmod(temporary, mode)  # before there is any content to read
-            file.writelines(content)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

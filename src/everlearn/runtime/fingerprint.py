@@ -74,6 +74,16 @@ def fingerprint(value: Any) -> str | None:
     return digest.hexdigest()
 
 
+def fingerprint_model(model: nn.Module) -> str | None:
+    """Hash a model: its attributes, tensors and classes."""
+    digest = fingerprint(model)
+    if digest is not None:
+        return digest
+
+    # A lock or an open file in a model cannot be hashed. Its classes, layers and state dict identify most models.
+    return fingerprint([[type(m) for m in model.modules()], repr(model), model.state_dict()])
+
+
 def _hash_recursively(root: Any, update: Callable[[Any], None]) -> None:
     """Hash an object and all its parts. A repeated object is hashed by its number, so that cycles end.
 

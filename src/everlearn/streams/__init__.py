@@ -11,6 +11,7 @@ from everlearn.streams.core50 import core50_nc, core50_ni
 from everlearn.streams.digits import digits, online_digits, permuted_digits, rotated_digits
 from everlearn.streams.digits import load as digits_data
 from everlearn.streams.digits_domains import digits_domains
+from everlearn.streams.features import features
 from everlearn.streams.five_datasets import five_datasets
 from everlearn.streams.from_tasks import from_tasks
 from everlearn.streams.gas_drift import gas_drift
@@ -18,6 +19,7 @@ from everlearn.streams.mas_sequence import mas_sequence
 from everlearn.streams.mnist import permuted_mnist, permuted_mnist_32, rotated_mnist, split_fashion_mnist, split_mnist
 from everlearn.streams.omniglot import omniglot
 from everlearn.streams.online import online
+from everlearn.streams.pretrained import cifar100_mobilenet, clinc150_minilm
 
 STREAMS: dict[str, Callable[..., Stream]] = {
     "digits": digits,
@@ -31,6 +33,7 @@ STREAMS: dict[str, Callable[..., Stream]] = {
     "split-fashion-mnist": split_fashion_mnist,
     "split-cifar10": split_cifar10,
     "split-cifar100": split_cifar100,
+    "cifar100-mobilenet": cifar100_mobilenet,
     "digits-domains": digits_domains,
     "five-datasets": five_datasets,
     "omniglot": omniglot,
@@ -39,17 +42,21 @@ STREAMS: dict[str, Callable[..., Stream]] = {
     "core50-nc": core50_nc,
     "gas-drift": gas_drift,
     "clinc150": clinc150,
+    "clinc150-minilm": clinc150_minilm,
 }
 
 __all__ = [
     "STREAMS",
     "bag",
+    "cifar100_mobilenet",
     "clinc150",
+    "clinc150_minilm",
     "core50_nc",
     "core50_ni",
     "digits",
     "digits_data",
     "digits_domains",
+    "features",
     "five_datasets",
     "from_tasks",
     "gas_drift",

@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from everlearn.surgery.hooks import make_hook, remove_hooks
+
 
 def compute_features(net: nn.Module, output: str, *args: Any, **kwargs: Any) -> Tensor:
     """Return the input of the layer named ``output`` in a forward pass ``net(*args, **kwargs)``.
@@ -31,3 +33,40 @@ def compute_features(net: nn.Module, output: str, *args: Any, **kwargs: Any) -> 
             "once: its input is the feature vector. Name the right layer with output=…."
         )
     return layer_inputs[0]
+
+
+class FeatureRecorder:
+    """Record the inputs of an output layer in every forward pass, until they are taken.
+
+    Args:
+        owner: name of the method, which the hook carries.
+    """
+
+    def __init__(self, owner: str) -> None:
+        self.owner = owner
+        self.features: Tensor | None = None
+
+    def register(self, net: nn.Module, output: str) -> None:
+        """Record the inputs of the layer of this name, and of no other."""
+        self.remove(net)
+        hook = make_hook(self.owner, self._record)
+        net.get_submodule(output).register_forward_pre_hook(hook, with_kwargs=True)
+
+    def remove(self, net: nn.Module) -> None:
+        """Stop recording."""
+        remove_hooks(net, self.owner, FeatureRecorder)
+
+    def take(self) -> Tensor:
+        """Return the features of the last forward pass, and clear them."""
+        features = self.features
+        self.features = None
+        if features is None:
+            raise ValueError(
+                f"{self.owner} has recorded no features: call begin_task(model, task) before the forward pass, and "
+                "observe(batch, outputs) after each."
+            )
+        return features
+
+    def _record(self, layer: nn.Module, args: Any, kwargs: Any) -> None:
+        features = args[0] if args else kwargs["input"]
+        self.features = features.detach()

@@ -11,6 +11,8 @@ from everlearn.core.parameters import unwrap
 def output_layer(model: nn.Module, name: str | None = None) -> tuple[str, nn.Linear]:
     """Return the name and module of the output layer: the last registered ``nn.Linear``, or the one named.
 
+    A layer that a method has replaced by a feature head is found by its old name: it is the head's ``output``.
+
     >>> output_layer(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)))
     ('2', Linear(in_features=3, out_features=2, bias=True))
     """
@@ -20,11 +22,31 @@ def output_layer(model: nn.Module, name: str | None = None) -> tuple[str, nn.Lin
         return list(layers.items())[-1]
     if name is not None and name in layers:
         return name, layers[name]
+    if name is not None and f"{name}.output" in layers:
+        return f"{name}.output", layers[f"{name}.output"]
 
     wanted = "nn.Linear layer"
     if name is not None:
         wanted += f" named {name!r}"
     raise ValueError(f"{type(model).__name__} has no {wanted}; its linear layers are: {', '.join(layers) or 'none'}.")
+
+
+def tied_parameters(model: nn.Module, name: str) -> list[str]:
+    """List the parameters outside a layer that are the layer's own, as an embedding may be the output layer's weight.
+
+    >>> net = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5))
+    >>> net[1].weight = net[0].weight
+    >>> tied_parameters(net, "1")
+    ['0.weight']
+
+    Args:
+        model: the model.
+        name: name of the layer.
+    """
+    inner = unwrap(model)
+    layer_ids = {id(p) for p in inner.get_submodule(name).parameters()}
+    names = [n for n, p in inner.named_parameters(remove_duplicate=False) if id(p) in layer_ids]
+    return [n for n in names if not n.startswith(f"{name}.".lstrip("."))]
 
 
 def grow_output(model: nn.Module, outputs: int, name: str | None = None) -> None:

@@ -17,7 +17,7 @@ from everlearn.core.task import Split, Task
 from everlearn.results.format import json_settings
 from everlearn.results.provenance import version
 from everlearn.runtime.distributed import world_size
-from everlearn.runtime.fingerprint import fingerprint
+from everlearn.runtime.fingerprint import fingerprint, fingerprint_model
 from everlearn.trainer.settings import OptimizerFactory, Training
 
 
@@ -100,7 +100,7 @@ def configuration(
         "everlearn": version(),
         "fingerprints": {
             "data": data or data_of(stream),
-            "model": _model_digest(model),
+            "model": fingerprint_model(model),
             "method": fingerprint(method),
             "scheduler": fingerprint(training.scheduler),
         },
@@ -132,17 +132,6 @@ def _training_settings(
         "optimizer": type(new_optimizer).__name__,
         "groups": groups,
     }
-
-
-def _model_digest(model: nn.Module) -> str | None:
-    """Hash a model: its attributes, tensors and classes."""
-    digest = fingerprint(model)
-    if digest is not None:
-        return digest
-
-    # A lock or an open file in a model cannot be hashed. Its classes and state dict identify most models, so that
-    # their runs can still be cached and resumed; the repr is recorded separately.
-    return fingerprint([[type(m) for m in model.modules()], model.state_dict()])
 
 
 def data_of(stream: Stream) -> str | None:

@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from everlearn.core.method import Method
+from everlearn.surgery.feature_head import restore_feature_head
 from everlearn.trainer.settings import OptimizerFactory
 
 
@@ -21,6 +22,7 @@ def model_state(model: nn.Module) -> dict[str, Any]:
 
 def load_model(model: nn.Module, content: dict[str, Any]) -> None:
     """Load what ``model_state`` returned into a model."""
+    restore_feature_head(model, content["state"])
     model.load_state_dict(content["state"])
     with torch.no_grad():
         for name, value in content["passing"].items():

@@ -213,6 +213,10 @@ class TaskTraining:
         On an accelerator, losses are read every few steps: a loss that is not finite raises later than its step. Call
         ``check_losses`` before the weights are saved.
         """
+        # A method that neither trains nor observes collects its statistics in end_task.
+        if not self.method.trains and not self.method.changes("observe"):
+            return
+
         settings = self.training
         batches = self.task.batches(
             settings.batch_size, settings.epochs, settings.iterations, settings.seed, start=self.step

@@ -29,8 +29,10 @@ from everlearn.updating.deployed import (
     learned_digest_file,
     learned_digest_files,
     replace_file,
+    row_file,
 )
 from everlearn.updating.held_out_sets import NOT_STORED, HeldOutSet, serialize_digests
+from everlearn.updating.learned_rows import RowCounts, serialize_rows
 from everlearn.updating.learning import TrainingOptions
 from everlearn.updating.state_folder import REFUSED, StateFolder
 from everlearn.updating.stored_method import METHOD, describe_method, serialize_method
@@ -46,12 +48,14 @@ class TrainedUpdate:
 
     Args:
         update: the outcome.
-        initial_method_state: the method's serialized state before the new data.
+        initial_method_state: the method's serialized state before the new data of a first update; else empty.
         classes: names of the new model's outputs.
         pair: the examples that were trained on.
         data_digest: digest of the new data as they were given.
         learned_digests: digests of the examples that no earlier update was trained on.
         old_digests: digests of the old examples that the method was given.
+        row_counts: how often each row of the new data was learned; empty if the method cannot forget rows.
+        old_row_counts: the same of the old data.
         seconds: time by purpose.
     """
 
@@ -62,6 +66,8 @@ class TrainedUpdate:
     data_digest: str
     learned_digests: set[bytes]
     old_digests: set[bytes]
+    row_counts: RowCounts
+    old_row_counts: RowCounts
     seconds: dict[str, float]
 
 
@@ -84,7 +90,7 @@ def accept(folder: StateFolder, deployed: DeployedModel, trained: TrainedUpdate,
         f"Deployed update {update.number}. Weights, method state and report.html are in {update.folder}."
     )
     update.result = _make_result(deployed, trained, history, options, run_provenance)
-    contents = {
+    contents: Files = {
         MODEL: new_content,
         METHOD: serialize_method(deployed.method),
         **_example_files(deployed, trained),
@@ -93,6 +99,7 @@ def accept(folder: StateFolder, deployed: DeployedModel, trained: TrainedUpdate,
     stored_sets = [held_out for held_out in update.held_out_sets if _is_stored(held_out, update)]
     facts = {
         **_version_facts(deployed, trained.classes, stored_sets, history, run_provenance),
+        "has_all_rows": deployed.has_all_rows and update.rules.keep > 0,
         "from": deployed.number,
         "learned": {**deployed.data_digests, trained.data_digest: update.number},
         "data": {
@@ -103,6 +110,55 @@ def accept(folder: StateFolder, deployed: DeployedModel, trained: TrainedUpdate,
         "accuracy": _accuracy_facts(update),
         "training": update.result.config["training"],
     }
+    _deploy_version(folder, deployed, update, contents, facts)
+
+
+def accept_forgetting(
+    folder: StateFolder,
+    deployed: DeployedModel,
+    update: Update,
+    row_counts: dict[int, RowCounts],
+    data_digests: dict[str, int],
+    request_digest: str,
+) -> None:
+    """Write a version without the forgotten rows, make it the current one, and replace the deployed file.
+
+    Args:
+        folder: the state folder.
+        deployed: the model and the method, which have forgotten the rows.
+        update: the outcome, with the remaining held-out sets.
+        row_counts: for the number of each update, its remaining rows.
+        data_digests: for the digest of each data set of which rows remain, the number of its update.
+        request_digest: digest of the rows as they were given, so that a repeated call is recognized.
+    """
+    deployed.remove_unfinished(folder)
+    metadata = {UPDATE: str(update.number), CLASSES: json.dumps(deployed.classes.names)}
+    update.folder = folder.version_folder(update.number)
+    update.notes.append(
+        f"Deployed update {update.number}. Weights, method state and report.txt are in {update.folder}."
+    )
+    contents: Files = {
+        MODEL: weights_file.serialize_weights(deployed.model, deployed.weights, metadata),
+        METHOD: serialize_method(deployed.method),
+        **{held_out_file(held_out.number): held_out.serialize() for held_out in update.held_out_sets},
+        **{row_file(number): serialize_rows(counts) for number, counts in row_counts.items() if counts},
+        **_report_files(update, deployed.weights.path.name),
+    }
+    history = {**deployed.history, update.number: update.after}
+    facts = {
+        **_version_facts(deployed, deployed.classes, update.held_out_sets, history, provenance()),
+        "has_all_rows": deployed.has_all_rows,
+        "from": deployed.number,
+        "learned": data_digests,
+        "forgotten": {"digest": request_digest, "rows": update.forgotten},
+    }
+    _deploy_version(folder, deployed, update, contents, facts)
+
+
+def _deploy_version(
+    folder: StateFolder, deployed: DeployedModel, update: Update, contents: Files, facts: Mapping[str, Any]
+) -> None:
+    """Write a version, make it the current one, and only then replace the deployed file."""
     version = folder.write_version(update.number, contents, facts)
 
     # The file may have been replaced by someone else during the training.
@@ -114,7 +170,7 @@ def accept(folder: StateFolder, deployed: DeployedModel, trained: TrainedUpdate,
 
     # From here on the update is accepted, even if the process is killed before the file is replaced.
     folder.set_current(version, pending_digest=deployed.file_digest)
-    replace_file(weights_file.parse_weights(deployed.weights.path, new_content))
+    replace_file(weights_file.parse_weights(deployed.weights.path, version.read(MODEL)))
 
     # The update is deployed; if the clean-up fails, the next update does it.
     with suppress(OSError):
@@ -149,7 +205,11 @@ def _write_initial_version(
         **_old_digest_files(trained),
     }
     history = {0: {held_out.number: update.before[0] for held_out in old_sets}}
-    facts = {**_version_facts(deployed, deployed.classes, old_sets, history, run_provenance), "learned": {}}
+    facts = {
+        **_version_facts(deployed, deployed.classes, old_sets, history, run_provenance),
+        "has_all_rows": update.rules.keep > 0,
+        "learned": {},
+    }
     folder.write_version(0, contents, facts)
 
 
@@ -208,7 +268,9 @@ def _example_files(deployed: DeployedModel, trained: TrainedUpdate) -> Files:
             contents[held_out_file(held_out.number)] = held_out.serialize()
 
     # With keep=0 not even digests of examples are stored.
-    if trained.learned_digests and update.rules.keep:
+    if trained.row_counts and update.rules.keep:
+        contents[row_file(update.number)] = serialize_rows(trained.row_counts)
+    elif trained.learned_digests and update.rules.keep:
         contents[learned_digest_file(update.number)] = serialize_digests(trained.learned_digests)
 
     if deployed.version is None:
@@ -218,6 +280,7 @@ def _example_files(deployed: DeployedModel, trained: TrainedUpdate) -> Files:
     # Earlier files are hard links: a version is complete without the others.
     earlier_names = [held_out_file(held_out.number) for held_out in deployed.held_out_sets]
     earlier_names += learned_digest_files(deployed.version)
+    earlier_names += [row_file(number) for number in deployed.row_counts]
     for name in earlier_names:
         contents[name] = deployed.version.folder / name
     return contents
@@ -227,6 +290,8 @@ def _old_digest_files(trained: TrainedUpdate) -> Files:
     """Serialize the digests of the old examples that the method was given; version 0 has them too."""
     if not trained.old_digests or not trained.update.rules.keep:
         return {}
+    if trained.old_row_counts:
+        return {row_file(0): serialize_rows(trained.old_row_counts)}
     return {learned_digest_file(0): serialize_digests(trained.old_digests)}
 
 

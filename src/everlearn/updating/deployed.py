@@ -8,10 +8,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torch import nn
+from torch import Tensor, nn
 
+from everlearn.core.chain import label
 from everlearn.core.method import Method
 from everlearn.runtime import files
+from everlearn.runtime.randomness import derive, seeded
 from everlearn.sources.labeled_data import first_few
 from everlearn.trainer.settings import device_of
 from everlearn.updating import weights_file
@@ -22,6 +24,8 @@ from everlearn.updating.held_out_sets import (
     deserialize_held_out_set,
     make_disjoint,
 )
+from everlearn.updating.learned_rows import RowCounts, deserialize_rows, learned_digests
+from everlearn.updating.learning import check_deployed
 from everlearn.updating.read_data import Reading
 from everlearn.updating.state_folder import StateFolder, Version
 from everlearn.updating.stored_method import ACCEPT, restore_method
@@ -47,6 +51,8 @@ class DeployedModel:
         known_outputs: the number of outputs in the state, if the file may have fewer.
         held_out_sets: those of earlier updates.
         learned_digests: digests of all examples that were trained on.
+        row_counts: for the number of each update, how often its rows were learned, if the method can forget rows.
+        has_all_rows: whether these are all rows that were learned: updates with ``keep=0`` record none.
         history: the accuracies after each update.
         data_digests: for the digest of each data set that was learned, the number of its update.
         reading: how data files were read.
@@ -65,6 +71,8 @@ class DeployedModel:
     known_outputs: int = 0
     held_out_sets: list[HeldOutSet] = field(default_factory=list)
     learned_digests: set[bytes] = field(default_factory=set)
+    row_counts: dict[int, RowCounts] = field(default_factory=dict)
+    has_all_rows: bool = True
     history: dict[int, Scores] = field(default_factory=dict)
     data_digests: dict[str, int] = field(default_factory=dict)
     reading: Reading = field(default_factory=Reading)
@@ -132,6 +140,41 @@ def replace_file(weights: Weights) -> None:
     files.write(weights.path, weights.content, mode=weights.path.stat().st_mode & 0o777)
 
 
+def build_deployed(
+    deployed: DeployedModel, build_model: Callable[[Weights], nn.Module], x: Tensor, seed: int = 0
+) -> tuple[nn.Module, list[str]]:
+    """Build the model that will be deployed: with the new weights as they will be stored, and without hooks.
+
+    Args:
+        deployed: its model is rounded to the dtypes of the file.
+        build_model: builds the model with some weights.
+        x: inputs on which it must predict what the method predicts.
+        seed: of the factory, if it is random.
+
+    Returns:
+        The model, and sentences for the report.
+    """
+    notes = []
+    lossy_dtypes = weights_file.round_to_file_dtypes(deployed.model, deployed.weights)
+    if lossy_dtypes:
+        notes.append(
+            f"The new weights are rounded to {' and '.join(lossy_dtypes)}, the dtype in {deployed.path.name}, before "
+            "they are evaluated."
+        )
+
+    content = weights_file.serialize_weights(deployed.model, deployed.weights, {})
+    new_weights = weights_file.parse_weights(deployed.weights.path, content)
+    if not deployed.weights.tensors.keys() <= new_weights.tensors.keys():
+        notes.append(
+            f"{label(deployed.method)} has put a head on fixed features in the place of the output layer: load the "
+            "weights with everlearn.updating.load."
+        )
+    with seeded(derive(seed, "deployed", deployed.next_number), device_of(deployed.model)):
+        model = build_model(new_weights)
+    check_deployed(deployed.model, deployed.method, model, x)
+    return model, notes
+
+
 def load_deployed(
     folder: StateFolder,
     path: Path,
@@ -173,6 +216,11 @@ def load_deployed(
         names = _merge_classes(names, start.weights, folder)
         known_outputs = weights_file.count_outputs(start.version_weights, model, output)
 
+    row_counts = _read_row_counts(version)
+    digests = _read_learned_digests(version)
+    for counts in row_counts.values():
+        digests |= learned_digests(counts)
+
     return DeployedModel(
         path=path,
         file_digest=start.file_digest,
@@ -184,7 +232,9 @@ def load_deployed(
         latest=latest,
         known_outputs=known_outputs,
         held_out_sets=_read_held_out_sets(version),
-        learned_digests=_read_learned_digests(version),
+        learned_digests=digests,
+        row_counts=row_counts,
+        has_all_rows=facts.get("has_all_rows", False),
         history=_parse_history(facts["history"]),
         data_digests=dict(facts["learned"]),
         reading=Reading.from_json(facts["reading"]),
@@ -206,6 +256,21 @@ def learned_digest_file(number: int) -> str:
 def learned_digest_files(version: Version) -> list[str]:
     """List the digest files of a version, its own and those of earlier updates."""
     return [name for name in version.facts["files"] if re.fullmatch(r"learned-\d+\.bin", name)]
+
+
+def row_file(number: int) -> str:
+    """Name of the file with the records of an update's rows, if its method can forget them."""
+    return f"rows-{number:04d}.bin"
+
+
+def _read_row_counts(version: Version) -> dict[int, RowCounts]:
+    """Read the records of rows, by the number of their update."""
+    row_counts = {}
+    for name in version.facts["files"]:
+        match = re.fullmatch(r"rows-(\d+)\.bin", name)
+        if match:
+            row_counts[int(match[1])] = deserialize_rows(version.read(name))
+    return row_counts
 
 
 def _read_held_out_sets(version: Version) -> list[HeldOutSet]:

@@ -23,6 +23,7 @@ from everlearn.updating.held_out_sets import (
     exclude_examples,
     exclude_held_out,
 )
+from everlearn.updating.learned_rows import RowCounts, can_forget, count_rows
 from everlearn.updating.learning import Pair
 from everlearn.updating.verdict import Rules
 
@@ -44,6 +45,8 @@ class UpdateData:
         old_held_out: the held-out part of the old data.
         learned_digests: digests of the examples to train on.
         old_digests: digests of the old examples that the method is given.
+        row_counts: how often each row of the new data is learned; empty if the method cannot forget rows.
+        old_row_counts: the same of the old data.
         notes: sentences for the report.
     """
 
@@ -59,12 +62,26 @@ class UpdateData:
     old_held_out: HeldOutSet | None = None
     learned_digests: set[bytes] = field(default_factory=set)
     old_digests: set[bytes] = field(default_factory=set)
+    row_counts: RowCounts = field(default_factory=dict)
+    old_row_counts: RowCounts = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     @property
     def has_new_classes(self) -> bool:
         """Whether some labels have no output yet, neither in the model nor in the state."""
         return self.required_outputs > self.known_outputs
+
+    @property
+    def unlearned_outputs(self) -> list[int]:
+        """Outputs of the model without an example to learn, neither in the new data nor in the old data."""
+        labels = set(self.pair[1].tolist())
+        if self.old_pair is not None:
+            labels |= set(self.old_pair[1].tolist())
+        return sorted(set(range(self.outputs)) - labels)
+
+    def name_output(self, index: int) -> str:
+        """Return the class of an output, or its index."""
+        return self.classes.names[index] if index < len(self.classes.names) else str(index)
 
     def separate(self, deployed: DeployedModel, keep: int) -> None:
         """Keep training and held-out examples disjoint across updates.
@@ -224,7 +241,17 @@ def read_update_data(deployed: DeployedModel, data: Any, old: Any, rules: Rules)
         old_number = 0 if deployed.is_first else NOT_STORED
         update_data.old_held_out = HeldOutSet(old_number, old_title, *old_held_out_pair)
 
+    # All rows that were given: held-out ones that are not stored are known, too.
+    given = [update_data.pair, held_out_pair]
+    old_given = []
+    if update_data.old_pair is not None:
+        old_given = [update_data.old_pair, old_held_out_pair]
+
     update_data.separate(deployed, rules.keep)
+    if can_forget(deployed.method):
+        update_data.row_counts = count_rows(update_data.pair, given)
+        if update_data.old_pair is not None and deployed.is_first:
+            update_data.old_row_counts = count_rows(update_data.old_pair, old_given)
     return update_data
 
 

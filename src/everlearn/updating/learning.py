@@ -14,6 +14,7 @@ from everlearn.core.parameters import evaluating
 from everlearn.core.task import Task
 from everlearn.core.traits import traits_of
 from everlearn.memory import Memory
+from everlearn.methods.heads.base import FrozenHead
 from everlearn.methods.replay.base import Replay
 from everlearn.runtime.randomness import derive, seeded
 from everlearn.surgery.heads import grow_output
@@ -57,8 +58,15 @@ def check_method(method: Method) -> None:
         raise ValueError(
             f"{' and '.join(not_deployable)} predicts with more than the model's weights (a sub-network per task, "
             "columns, gates), so the deployed file alone would be a different model: choose a method whose "
-            "knowledge is in the weights, such as EWC, MAS, LwF, ER or DERpp."
+            "knowledge is in the weights, such as EWC, MAS, LwF, ER, DERpp or RanPAC."
         )
+
+    for m in methods_of(method):
+        if isinstance(m, FrozenHead) and (m.online or m.adapt_first):
+            raise ValueError(
+                f"{type(m).__name__} has {'online' if m.online else 'adapt_first'}=True, but an update gives it all "
+                "rows at once, and never trains the deployed model: leave it out."
+            )
 
 
 @torch.no_grad()
@@ -109,10 +117,18 @@ def balance_memory(method: Method) -> None:
             m.memory = Memory(m.memory.capacity, "balanced", group_by=BALANCED_BY, seed=m.memory.seed)
 
 
+def use_output(method: Method, output: str | None) -> None:
+    """Tell heads on frozen features the name of the output layer; None changes nothing."""
+    for m in methods_of(method):
+        if isinstance(m, FrozenHead):
+            m.use_output(output)
+
+
 def consolidate_old_data(model: nn.Module, method: Method, pair: Pair, options: TrainingOptions) -> None:
     """Give a method the data that the model was trained on before, as if they had been the method's first task.
 
-    The model is not trained: importances are estimated, and memories are filled.
+    The model is not trained: importances are estimated, memories are filled, and a head on frozen features takes the
+    place of the output layer.
 
     Args:
         model: the deployed model.
@@ -123,7 +139,7 @@ def consolidate_old_data(model: nn.Module, method: Method, pair: Pair, options: 
     # Such methods integrate over the training steps, as SI does, or train a generator.
     for m in methods_of(method):
         traits = traits_of(type(m))
-        if traits is not None and traits.needs_labels and not traits.keeps_examples:
+        if m.trains and traits is not None and traits.needs_labels and not traits.keeps_examples:
             raise ValueError(
                 f"{type(m).__name__} collects what it needs during training, and cannot use old data afterwards: "
                 "choose another method, such as EWC, MAS or ER, or leave the old data out."
@@ -133,11 +149,12 @@ def consolidate_old_data(model: nn.Module, method: Method, pair: Pair, options: 
     method.begin_task(model, task)
     device = device_of(model)
     training = options.training
-    with torch.no_grad(), evaluating(model):
-        # As many epochs as the new data get: a reservoir counts presentations, and would else keep too few old rows.
-        for batch in task.batches(training.batch_size, training.epochs, training.iterations, training.seed):
-            device_batch = batch.to(device)
-            method.observe(device_batch, forward(model, device_batch.x))
+    if method.changes("observe"):
+        with torch.no_grad(), evaluating(model):
+            # As many epochs as new data get: a reservoir counts presentations, and would else keep too few old rows.
+            for batch in task.batches(training.batch_size, training.epochs, training.iterations, training.seed):
+                device_batch = batch.to(device)
+                method.observe(device_batch, forward(model, device_batch.x))
     method.end_task(model, task)
 
 

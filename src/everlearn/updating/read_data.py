@@ -162,7 +162,16 @@ def check_known_columns(columns: Sequence[str], given_columns: Sequence[str]) ->
 
 def check_examples(data: Data, title: str) -> None:
     """Raise unless the data are finite inputs with class labels, with a training and a held-out part."""
+    check_inputs_and_labels(data, title)
     (x, y), (x_test, y_test) = data
+    for part, purpose in ((x, "to train on"), (x_test, "to hold out")):
+        if not len(part):
+            raise ValueError(f"{title} has no example {purpose}: {len(y) + len(y_test)} in all are too few.")
+
+
+def check_inputs_and_labels(data: Data, title: str) -> None:
+    """Raise unless the data are finite inputs with class labels."""
+    (x, y), (x_test, _) = data
     if not isinstance(x, Tensor):
         raise TypeError(
             f"The inputs of {title} must be one tensor, got a {type(x).__name__}: convert them to numbers first."
@@ -179,10 +188,6 @@ def check_examples(data: Data, title: str) -> None:
             f"The labels of {title} are {problem}: an update learns classes; save them as integers or as words, one "
             "per example."
         )
-
-    for part, purpose in ((x, "to train on"), (x_test, "to hold out")):
-        if not len(part):
-            raise ValueError(f"{title} has no example {purpose}: {len(y) + len(y_test)} in all are too few.")
 
     if x.is_floating_point() and not (torch.isfinite(x).all() and torch.isfinite(x_test).all()):
         count = sum(int((~torch.isfinite(part.flatten(1))).any(1).sum()) for part in (x, x_test))

@@ -19,8 +19,8 @@ from everlearn.updating.state_folder import StateFolder, Version
 METHOD = "method.pt"
 NO_METHOD = (
     "A first update needs a method (--method), later ones use that of the first: er-ace, derpp or er if some "
-    "examples may be stored, which new classes need; mas, ewc or lwf if none may. 'everlearn advise' asks a few "
-    "questions and suggests one."
+    "examples may be stored, which new classes need; ranpac for new classes on a pretrained model, which stores "
+    "none; mas, ewc or lwf for the same classes. 'everlearn advise' asks a few questions and suggests one."
 )
 ACCEPT = "accept_weights=True (--accept-weights on the command line)"
 
@@ -65,8 +65,8 @@ def restore_method(method: Method, version: Version, device: torch.device) -> No
         reason = str(error).splitlines()[0].rstrip(".:")
         raise ValueError(
             f"The state in {version.folder.parent} is of {stored['name']}, and {label(method)} cannot load it "
-            f"({reason}): leave the fields that determine its state (capacity, policy, structure, hidden, latent) as "
-            f"they were, or start over with an empty state folder, {ACCEPT}."
+            f"({reason}): leave the fields that determine its state (capacity, policy, structure, hidden, latent, "
+            f"normalize, recursive) as they were, or start over with an empty state folder, {ACCEPT}."
         ) from None
 
 

@@ -9,6 +9,7 @@ from everlearn.core.chain import methods_of
 from everlearn.core.hyperparameters import Search
 from everlearn.core.method import Method
 from everlearn.methods import METHODS
+from everlearn.methods.heads.base import FrozenHead
 from everlearn.methods.regularization.base import QuadraticPenalty
 from everlearn.methods.replay.base import Replay
 
@@ -32,12 +33,15 @@ def suggest(method: Method, *, is_first: bool, has_new_classes: bool, is_certain
     # A stored state has one kind of method and one size of memory: others are refused in its folder.
     condition = "" if is_first else NEW_FOLDER
 
+    if isinstance(method, FrozenHead):
+        return _suggest_head(method, is_first, is_certain)
+
     suggestions = []
     has_replay = any(isinstance(m, Replay) for m in methods_of(method))
     if has_new_classes and not has_replay:
         suggestions.append(
             "Replay: with new classes only stored examples preserve the old ones: --method er-ace, derpp or "
-            f"er{condition}."
+            f"er{condition}. If the model is pretrained, ranpac stores no examples{condition}."
         )
     elif type(method) is Method:
         suggestions.append(
@@ -59,6 +63,29 @@ def suggest(method: Method, *, is_first: bool, has_new_classes: bool, is_certain
         "Old and new rows together: add the old rows that you have to --data; held-out examples are excluded from them."
     )
     suggestions.append("Smaller changes: fewer --epochs, or a smaller --lr.")
+    return suggestions + _suggest_tolerance(is_certain)
+
+
+def _suggest_head(method: FrozenHead, is_first: bool, is_certain: bool) -> list[str]:
+    """Suggest what raises the accuracy of a head on frozen features, which no learning rate changes."""
+    suggestions = []
+    if is_first:
+        suggestions.append("More old rows, --old: the head knows only the rows that it is given.")
+    dimension = getattr(method, "dimension", 0)
+    name = next((name for name, method_class in METHODS.items() if method_class is type(method)), type(method).__name__)
+    condition = "" if is_first else NEW_FOLDER
+    if dimension:
+        suggestions.append(f"More random features: --set {name}.dimension={2 * dimension}{condition}.")
+    elif name != "ranpac":
+        suggestions.append(f"A head with random features: --method ranpac{condition}.")
+    suggestions.append(
+        f"Replay, which trains the features too, if examples may be stored: --method er-ace, derpp or er{condition}."
+    )
+    return suggestions + _suggest_tolerance(is_certain)
+
+
+def _suggest_tolerance(is_certain: bool) -> list[str]:
+    suggestions = []
     if not is_certain:
         suggestions.append(
             "More old examples to measure on (--old, --keep): with these it is not certain that too much was lost."

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 
 from everlearn.core.chain import label
 from everlearn.core.method import Method
-from everlearn.runtime.randomness import derive, seeded
+from everlearn.methods.heads.base import FrozenHead
+from everlearn.sources.labeled_data import first_few
 from everlearn.trainer.cost import Clock
-from everlearn.trainer.settings import OptimizerFactory, Training, adam, device_of
+from everlearn.trainer.settings import OptimizerFactory, Training, adam
 from everlearn.updating import weights_file
 from everlearn.updating.commit import TrainedUpdate, accept, refuse
-from everlearn.updating.deployed import DeployedModel, load_deployed
+from everlearn.updating.deployed import DeployedModel, build_deployed, load_deployed
 from everlearn.updating.held_out_sets import (
     NOT_STORED,
     HeldOutSet,
@@ -33,11 +34,11 @@ from everlearn.updating.intervals import count_pairs
 from everlearn.updating.learning import (
     TrainingOptions,
     balance_memory,
-    check_deployed,
     check_device,
     check_method,
     consolidate_old_data,
     train_update,
+    use_output,
 )
 from everlearn.updating.read_data import Reading, check_known_columns, is_table
 from everlearn.updating.state_folder import StateFolder
@@ -130,6 +131,7 @@ def update(
         # The caller's method does not change.
         method = latest_method(folder) if method is None else copy.deepcopy(method)
         check_method(method)
+        use_output(method, output)
 
         # The model as it is deployed, with the state of the method.
         deployed = load_deployed(folder, Path(weights), build_model, method, classes, accept_weights, output)
@@ -194,6 +196,7 @@ def _train_and_measure(
 
     # The method has not seen the data that the model was trained on before its first update.
     if deployed.is_first:
+        notes += _check_unlearned_outputs(method, update_data)
         if update_data.old_pair is None:
             notes.append(_describe_missing_old_data(method))
         else:
@@ -201,7 +204,7 @@ def _train_and_measure(
                 consolidate_old_data(deployed.model, method, update_data.old_pair, options)
 
     # Version 0 stores this state, so that it is possible to return to the model before the first update.
-    initial_method_state = serialize_method(method)
+    initial_method_state = serialize_method(method) if deployed.is_first else b""
 
     # New outputs are added only if the data require them.
     new_outputs = None
@@ -212,15 +215,11 @@ def _train_and_measure(
     notes += update_data.describe_changes(deployed.classes)
 
     # Accuracy after the training is that of the weights as they will be stored.
-    lossy_dtypes = weights_file.round_to_file_dtypes(deployed.model, deployed.weights)
-    if lossy_dtypes:
-        notes.append(
-            f"The new weights are rounded to {' and '.join(lossy_dtypes)}, the dtype in {deployed.path.name}, before "
-            "they are evaluated."
-        )
     with clock("evaluate"):
-        new_model = _rebuild_model(deployed, options, build_model)
-        check_deployed(deployed.model, method, new_model, update_data.held_out.x)
+        new_model, deployment_notes = build_deployed(
+            deployed, build_model, update_data.held_out.x, options.training.seed
+        )
+        notes += deployment_notes
         correct_after = evaluate_held_out(new_model, held_out_sets)
 
     outcome = _judge(deployed, update_data, rules, held_out_sets, correct_before, correct_after)
@@ -233,16 +232,10 @@ def _train_and_measure(
         data_digest=update_data.digest,
         learned_digests=update_data.learned_digests - deployed.learned_digests - update_data.old_digests,
         old_digests=update_data.old_digests,
+        row_counts=update_data.row_counts,
+        old_row_counts=update_data.old_row_counts,
         seconds=dict(clock.seconds),
     )
-
-
-def _rebuild_model(deployed: DeployedModel, options: TrainingOptions, build_model: ModelBuilder) -> nn.Module:
-    """Build a new model with the trained weights, without the method's hooks: the model that will be deployed."""
-    content = weights_file.serialize_weights(deployed.model, deployed.weights, {})
-    seed = derive(options.training.seed, "deployed", deployed.next_number)
-    with seeded(seed, device_of(deployed.model)):
-        return build_model(weights_file.parse_weights(deployed.weights.path, content))
 
 
 def _judge(
@@ -301,7 +294,36 @@ def _warn_near_chance(
     return messages
 
 
+def _check_unlearned_outputs(method: Method, update_data: UpdateData) -> list[str]:
+    """Raise or warn if a first update would lose classes: a head knows only those whose examples it was given.
+
+    Returns:
+        Sentences for the report.
+    """
+    if not isinstance(method, FrozenHead) or not update_data.unlearned_outputs:
+        return []
+
+    names = first_few([update_data.name_output(index) for index in update_data.unlearned_outputs])
+    if update_data.old_pair is None:
+        raise ValueError(
+            f"{label(method)} computes the output layer from the examples that it is given, and this first update has "
+            f"none of {names}, for which the model has outputs: these classes would be lost. Give examples of all old "
+            "classes, old=… (--old on the command line); later updates need none."
+        )
+    message = (
+        f"Neither the old nor the new data have examples of {names} to learn from: {label(method)} computes the "
+        "output layer from examples, and the new model will never predict these classes."
+    )
+    warnings.warn(message, stacklevel=4)
+    return [f"Warning: {message}"]
+
+
 def _describe_missing_old_data(method: Method) -> str:
+    if isinstance(method, FrozenHead):
+        return (
+            f"This is the first update: {label(method)} has computed a new output layer from these data alone. To "
+            "measure old accuracy too, give data of the old skills, old=… (--old on the command line)."
+        )
     return (
         f"This is the first update: {label(method)} does not know the old skills of the model and cannot protect "
         "them, and they cannot be measured. Give data of these skills, old=… (--old on the command line); without "

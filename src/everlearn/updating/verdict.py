@@ -157,6 +157,7 @@ class Update:
         rules: when an update is accepted.
         notes: further sentences of the report.
         suggestions: what to try if the update was refused.
+        forgotten: the number of rows that were forgotten; None in an update that learns.
         folder: where the report is; None if nothing was written.
         result: all updates as one result, with the accuracy matrix.
     """
@@ -175,6 +176,7 @@ class Update:
     rules: Rules = field(default_factory=Rules)
     notes: list[str] = field(default_factory=list)
     suggestions: list[str] = field(default_factory=list)
+    forgotten: int | None = None
     folder: Path | None = None
     result: Result | None = None
 
@@ -229,6 +231,8 @@ class Update:
             return printable_lines("\n".join(self.notes))
 
         verdict = "accepted" if self.accepted else "refused, nothing is replaced"
+        if self.forgotten is not None:
+            verdict = f"forgot {self.forgotten:,} rows"
         lines = [
             f"Update {self.number} with {self.method}: {verdict}.",
             "",
@@ -258,6 +262,8 @@ class Update:
         return align_columns(rows)
 
     def _format_fall(self) -> str:
+        if self.fall is None and self.forgotten is not None:
+            return "Accuracy was not measured: there is no held-out set."
         if self.fall is None:
             return "Old accuracy was not measured: there is no held-out set of old skills yet."
 
@@ -270,6 +276,8 @@ class Update:
             change = f"{-self.fall:.1f} points more"
         else:
             change = "no change"
+        if self.forgotten is not None:
+            return f"Accuracy {before:.1f} → {after:.1f}: {change}."
         limit = f"at most {self.rules.tolerance:g} less are allowed"
         return f"Old accuracy {before:.1f} → {after:.1f}{scope} {change}, {limit}."
 

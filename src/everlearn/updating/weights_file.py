@@ -14,6 +14,8 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from everlearn.methods.heads.base import UNSEEN_LOGIT
+from everlearn.surgery.feature_head import restore_feature_head
 from everlearn.surgery.heads import grow_output, output_layer
 
 Factory = Callable[[], nn.Module]
@@ -99,8 +101,11 @@ def serialize_weights(model: nn.Module, previous: Weights, metadata: Mapping[str
     """
     parameters = model.state_dict()
 
+    # A method may have replaced the output layer, whose old names are then gone.
+    old_names = [name for name in previous.tensors if name in parameters]
+
     # A tensor that has several names is stored once, under the name that the previous file uses.
-    stored_pointers = {parameters[name].data_ptr() for name in previous.tensors}
+    stored_pointers = {parameters[name].data_ptr() for name in old_names}
     new_names = [
         name
         for name, tensor in parameters.items()
@@ -108,7 +113,7 @@ def serialize_weights(model: nn.Module, previous: Weights, metadata: Mapping[str
     ]
 
     tensors = {}
-    for name in [*previous.tensors, *new_names]:
+    for name in [*old_names, *new_names]:
         dtype = _stored_dtype(previous, name, parameters[name])
         tensors[name] = parameters[name].detach().to("cpu", dtype).clone().contiguous()
     return safetensors.torch.save(tensors, {"format": "pt", **previous.metadata, **metadata})
@@ -124,8 +129,14 @@ def round_to_file_dtypes(model: nn.Module, previous: Weights) -> list[str]:
     lossy_dtypes = set()
     for name, tensor in model.state_dict().items():
         dtype = _stored_dtype(previous, name, tensor)
+        if dtype == tensor.dtype:
+            continue
+
         rounded = tensor.to(dtype).to(tensor.dtype)
-        if dtype == tensor.dtype or torch.equal(rounded, tensor):
+        if dtype.is_floating_point:
+            # Classes without examples: below all others in any dtype.
+            rounded[tensor == UNSEEN_LOGIT] = max(UNSEEN_LOGIT, torch.finfo(dtype).min)
+        if torch.equal(rounded, tensor):
             continue
 
         # float16 overflows at 65,504, where float32 does not.
@@ -156,7 +167,8 @@ def build_model(make_model: Factory, weights: Weights, output: str | None = None
     if not isinstance(model, nn.Module):
         raise TypeError(f"The factory must return a torch.nn.Module, it returned a {type(model).__name__}.")
 
-    # Earlier updates may have added outputs that the factory does not know of.
+    # Earlier updates may have added a feature head or outputs that the factory does not know of.
+    restore_feature_head(model, weights.tensors)
     _grow_to_stored_outputs(model, weights, output)
     differences = _list_differences(model.state_dict(), weights.tensors)
     if differences:
@@ -197,7 +209,10 @@ def count_outputs(weights: Weights, model: nn.Module, output: str | None) -> int
 
     name, _ = output_layer(model, output)
     key = f"{name}.weight" if name else "weight"
-    stored_weight = weights.tensors.get(key)
+
+    # The model or the file may have a feature head in place of the layer.
+    names = [key, f"{name}.output.weight", f"{name.removesuffix('.output')}.weight"]
+    stored_weight = next((weights.tensors[n] for n in names if n in weights.tensors), None)
     if stored_weight is None or stored_weight.dim() != 2:
         return 0
     return len(stored_weight)

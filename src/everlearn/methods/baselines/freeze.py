@@ -12,7 +12,7 @@ from everlearn.core.parameters import unwrap
 from everlearn.core.running_statistics import tracking_layers
 from everlearn.core.traits import Traits
 from everlearn.surgery.freezing import FrozenEntries
-from everlearn.surgery.heads import output_layer
+from everlearn.surgery.heads import output_layer, tied_parameters
 
 
 @dataclass(eq=False)
@@ -120,20 +120,14 @@ class Freeze(Method):
         if self.output is None and not any(isinstance(m, nn.Linear) for m in model.modules()):
             return
 
-        name, output = output_layer(model, self.output)
-        output_modules = {id(m) for m in output.modules()}
-        output_parameters = {id(p) for p in output.parameters()}
-        for prefix, module in model.named_modules():
-            if id(module) in output_modules:
-                continue
-            for leaf, p in module._parameters.items():
-                if id(p) in output_parameters:
-                    tied_name = f"{prefix}.{leaf}".lstrip(".")
-                    raise ValueError(
-                        f"The output layer {name!r} shares its weight with {tied_name}: training it would change the "
-                        f"features. Give it a separate weight, model.{name}.weight = "
-                        f"nn.Parameter(model.{name}.weight.detach().clone()), or name another layer: Freeze(output=…)."
-                    )
+        name, _ = output_layer(model, self.output)
+        tied_names = tied_parameters(model, name)
+        if tied_names:
+            raise ValueError(
+                f"The output layer {name!r} shares its weight with {tied_names[0]}: training it would change the "
+                f"features. Give it a separate weight, model.{name}.weight = "
+                f"nn.Parameter(model.{name}.weight.detach().clone()), or name another layer: Freeze(output=…)."
+            )
 
     def _freeze(self, model: nn.Module) -> None:
         self._frozen.release(model)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from everlearn.core.parameters import evaluating, grown
 from everlearn.runtime.randomness import seeded
 from everlearn.surgery.features import compute_features
+from everlearn.surgery.heads import tied_parameters
 from everlearn.surgery.hooks import Hook, make_hook, remove_hooks, without_hooks
 
 OWNER = "ExpandableRepresentation"  # of the hooks
@@ -191,12 +192,12 @@ def check_separate(inner: nn.Module, name: str, layer: nn.Linear) -> None:
             f"ExpandableRepresentation finds no feature extractor in {type(inner).__name__}: it has no parameters "
             "besides those of the output layer. Use a deeper model, or name the output layer with output=…."
         )
-    for parameter_name, p in inner.named_parameters(remove_duplicate=False):
-        if id(p) in layer_ids and not parameter_name.startswith(f"{name}."):
-            raise ValueError(
-                f"The output layer {name!r} shares its weights with {parameter_name}: they cannot be frozen with the "
-                "extractor and trained with the classifier. Untie them."
-            )
+    tied_names = tied_parameters(inner, name)
+    if tied_names:
+        raise ValueError(
+            f"The output layer {name!r} shares its weights with {tied_names[0]}: they cannot be frozen with the "
+            "extractor and trained with the classifier. Untie them."
+        )
 
 
 def _compute_frozen_features(bank: FeatureBank, net: nn.Module, args: Any, kwargs: Any) -> None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from everlearn.core.batch import Batch
 from everlearn.core.likelihood import Categorical
 from everlearn.core.traits import Traits
 from everlearn.methods.replay.base import Replay, replay_loss
-from everlearn.runtime import distributed
 
 
 @dataclass(eq=False)
@@ -45,23 +43,7 @@ class ERACE(Replay):
             raise TypeError(f"ER-ACE needs classes; {batch.likelihood} has none: use ER.")
         self._check_later_statistics(model)
         outputs = batch.forward(model)
-        y = batch.likelihood.labels(batch.labels()).flatten()
-
-        # Ignored labels set an entry after the last class, which is cut off.
-        num_outputs = outputs.shape[-1]
-        is_present = torch.zeros(1, num_outputs + 1, dtype=torch.bool, device=outputs.device)
-        is_present.scatter_(1, torch.where(y == -100, num_outputs, y)[None], True)
-        is_present = is_present[:, :num_outputs]
-
-        # The current batch is divided among processes: a class counts if any of them has it.
-        if distributed.world_size() > 1:
-            num_processes = is_present.float()
-            distributed.all_reduce_([num_processes])
-            is_present = num_processes > 0
-
-        # All examples share the one row of this mask.
-        mask_rows = torch.zeros(len(batch), dtype=torch.long, device=outputs.device)
-        masked_batch = replace(batch, allowed=is_present, t=mask_rows, loop_loss=None)
+        masked_batch = batch.restrict(batch.mark_classes(outputs.shape[-1]))
         return masked_batch.loss(outputs), outputs
 
     def penalty(self, model: nn.Module, batch: Batch | None = None, outputs: Tensor | None = None) -> Tensor | float:

@@ -1,0 +1,1 @@
+"""Heads on frozen features: statistics of the features instead of gradient steps."""
