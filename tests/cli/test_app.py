@@ -210,7 +210,8 @@ def test_list_and_show(capsys):
     for name in METHODS:
         assert start(["show", name]) == 0
         text = capsys.readouterr().out
-        assert ("L = " in text or "g̃ = " in text) and text.startswith(f"{name} (")
+        assert any(formula in text for formula in ("L = ", "g̃ = ", "W = ", "W_c = ", "W, b")) or "logit_c = " in text
+        assert text.startswith(f"{name} (")
     assert start(["show", "joint"]) == 0 and "Merge all tasks into one" in capsys.readouterr().out
     start(["show", "l2"])
     assert (

@@ -137,8 +137,9 @@ def _make_methods(
 ) -> list[tuple[Method, bool]]:
     """Make the methods of a seed, and whether each learns all tasks at once; their own random numbers follow the seed.
 
-    >>> _make_methods(["l2", "joint"], {"l2": {"strength": "30"}}, seed=1)
-    [(L2(strength=30.0), False), (Method(), True)]
+    >>> methods = _make_methods(["l2", "joint"], {"l2": {"strength": "30"}}, seed=1)
+    >>> [(label(method), is_joint) for method, is_joint in methods]
+    [('L2(strength=30.0)', False), ('finetune', True)]
     """
     methods = []
     for expression in expressions:

@@ -53,14 +53,20 @@ class FrozenEntries:
         """
         self.unlock()
         self._remember(weights)
+        if not masks:
+            return
+
+        # One copy to the host tells which masks lock nothing, and which lock everything.
+        device = next(iter(masks.values())).device
+        num_locked = torch.stack([mask.count_nonzero().to(device) for mask in masks.values()]).tolist()
         parameters = _by_name(weights)
-        for name, mask in masks.items():
-            if not mask.any():
+        for (name, mask), count in zip(masks.items(), num_locked, strict=True):
+            if not count:
                 continue
             value = parameters[name].detach().clone()
             self.masks[name] = mask
             self.values[name] = value
-            if mask.all():
+            if count == mask.numel():
                 self.fully_locked.add(name)
                 continue
 
