@@ -40,7 +40,7 @@ CPU_FUNCTIONS = {"_refuse_nan", "_is_one", "_is_known_finite"}
 # Synchronizations of ten steps at most, with the reason; all other methods have none.
 MAX_COUNTS = {
     "gem": 10,  # one copy per step: its quadratic program of a variable per task is solved on the CPU
-    "den": 8,  # at the ends of phases: the loss that decides about growth, and which layers are locked completely
+    "den": 3,  # at the ends of phases: the loss that decides about growth, and which layers are locked completely
     "expandnet": 2,  # at its looks: the loss that decides about growth
 }
 
