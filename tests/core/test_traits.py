@@ -109,6 +109,7 @@ def test_copies_of_random_features_agree_with_the_default_dimension(name):
 
 
 @pytest.mark.parametrize("name", [n for n, t in TRAITS.items() if not t.copies_scale])
+@pytest.mark.filterwarnings("ignore:.* has no examples of:UserWarning")
 def test_statistics_do_not_scale_with_the_model(name):
     sizes = []
     for hidden in ((20,), (400, 20)):
@@ -126,6 +127,7 @@ def test_methods_without_training_steps_have_a_step_of_zero(name):
 
 
 @pytest.mark.parametrize("name", [n for n, t in TRAITS.items() if t.needs_pretrained])
+@pytest.mark.filterwarnings("ignore:.* has no examples of:UserWarning")
 def test_methods_that_need_features_hardly_learn_them(name):
     torch.manual_seed(0)
     model = nets.mlp(784, 10, hidden=(32,))
@@ -159,6 +161,7 @@ def test_needs_task_agrees_with_the_predictions(name):
 def learn_online(model, method):
     """Show batches to a method that takes no gradient steps; return its outputs."""
     method.begin_task(model, None)
+    model.eval()
     for x, y in (make_data(0), make_data(1)):
         for i in torch.arange(64).split(8):
             method.observe(Batch(x[i], y[i]), model(x[i]))

@@ -158,7 +158,7 @@ def methods_of(method: Method) -> list[Method]:
 
 
 def label(method: Method) -> str:
-    """Short name for tables: the class and the hyper-parameters that differ from their defaults.
+    """Short name for tables: the class and the hyper-parameters that differ from their defaults, without its seed.
 
     >>> from everlearn import L2
     >>> label(Method()), label(L2()), label(L2(strength=3.0) + Method())
@@ -174,7 +174,8 @@ def label(method: Method) -> str:
     changed = []
     for f in fields(method):
         value = getattr(method, f.name)
-        if value != f.default:
+        # Runs with several seeds are one method.
+        if value != f.default and f.name != "seed":
             changed.append(f"{f.name}={value!r}")
     if not changed:
         return name

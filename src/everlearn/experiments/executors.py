@@ -33,6 +33,7 @@ T_co = TypeVar("T_co", covariant=True)
 Cluster = Literal["ray", "slurm"]
 Outcome = Result | Exception
 RUN_ERRORS = (  # errors of a single run, which do not stop the others
+    MemoryError,
     ArithmeticError,
     ValueError,
     TypeError,

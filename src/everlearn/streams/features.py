@@ -24,7 +24,7 @@ from everlearn.core.task import Split, Task
 from everlearn.results.provenance import version
 from everlearn.runtime import files
 from everlearn.runtime.fingerprint import fingerprint, fingerprint_model
-from everlearn.surgery.features import compute_features
+from everlearn.surgery.features import compute_features, computes_outputs
 from everlearn.surgery.heads import output_layer
 from everlearn.trainer.settings import device_of, hide_bar
 
@@ -222,21 +222,16 @@ class _Extraction:
             raise ValueError(f"{task} has no {split} examples: leave them out, or give None.")
 
     def _forward(self, batch: Batch) -> Tensor:
-        if self.layer is None:
-            return forward(self.model, batch.x)
-        args, kwargs = arguments(self.model, batch.x)
-        return compute_features(unwrap(self.model), self.layer, *args, **kwargs)
+        # Features that are kept must not depend on an autocast around this call.
+        with torch.autocast(device_of(self.model).type, enabled=False):
+            if self.layer is None:
+                return forward(self.model, batch.x)
+            args, kwargs = arguments(self.model, batch.x)
+            return compute_features(unwrap(self.model), self.layer, *args, **kwargs)
 
     def _check_output_layer(self, batch: Batch, layer: str) -> None:
         """Raise if the last linear layer does not compute the outputs of the model."""
-        layer_outputs: list[Tensor] = []
-        module = unwrap(self.model).get_submodule(layer)
-        handle = module.register_forward_hook(lambda _module, _args, outputs: layer_outputs.append(outputs))
-        try:
-            outputs = forward(self.model, batch[:2].x)
-        finally:
-            handle.remove()
-        if not any(torch.equal(outputs, candidate) for candidate in layer_outputs):
+        if not computes_outputs(self.model, layer, batch[:2].x):
             raise ValueError(
                 f"The last linear layer, {layer!r}, does not compute the outputs of {type(self.model).__name__}: name "
                 "the output layer, output=…, or give encoder=True if the outputs of the model are the features."

@@ -72,6 +72,8 @@ class RandomFourier(nn.Module):
 class FeatureHead(nn.Sequential):
     """An output layer that computes fixed functions of the features before its linear classifier.
 
+    It computes in its own dtype, also under autocast: differences of large logits are lost in half precision.
+
     Args:
         output: the classifier.
         normalize: whether features are scaled to length 1 first.
@@ -98,6 +100,14 @@ class FeatureHead(nn.Sequential):
         self.in_features = output.in_features
         if random_features is not None:
             self.in_features = random_features.weight.shape[1]
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Return the logits."""
+        with torch.autocast(features.device.type, enabled=False):
+            values = features.to(self.output.weight.dtype)
+            for part in self:
+                values = part(values)
+        return values
 
     def computes(self, normalize: bool, random_features: RandomReLU | RandomFourier | None) -> bool:
         """Return whether the classifier gets these functions of the features, with the same random weights."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -80,3 +82,13 @@ def grow_output(model: nn.Module, outputs: int, name: str | None = None) -> None
     for new_parameter, old_parameter in zip(new.parameters(), old.parameters(), strict=True):
         new_parameter.requires_grad_(old_parameter.requires_grad)
     unwrap(model).set_submodule(name, new)
+    update_num_labels(model, outputs)
+
+
+def update_num_labels(model: nn.Module, outputs: int) -> None:
+    """Tell a model of transformers, which computes its own loss, how many outputs it has."""
+    inner: Any = unwrap(model)
+    config: Any = getattr(inner, "config", None)
+    if hasattr(config, "num_labels") and isinstance(getattr(inner, "num_labels", None), int):
+        config.num_labels = outputs
+        inner.num_labels = outputs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,8 +16,9 @@ from torch import Tensor, nn
 
 from everlearn.core.batch import Batch
 from everlearn.core.check import format_bytes
+from everlearn.core.data_source import unlisted
 from everlearn.core.method import Method
-from everlearn.core.parameters import grown, refuse_sharded, unwrap
+from everlearn.core.parameters import evaluating, grown, refuse_sharded, unwrap
 from everlearn.core.task import Task, as_task
 from everlearn.methods.heads.statistics import (
     PASS_BATCH_SIZE,
@@ -32,9 +34,9 @@ from everlearn.methods.heads.statistics import (
 )
 from everlearn.runtime import distributed
 from everlearn.surgery.feature_head import FeatureHead, RandomFourier, RandomReLU, feature_head, replace_output
-from everlearn.surgery.features import FeatureRecorder
+from everlearn.surgery.features import FeatureRecorder, computes_outputs
 from everlearn.surgery.freezing import FrozenEntries
-from everlearn.surgery.heads import grow_output, output_layer, tied_parameters
+from everlearn.surgery.heads import grow_output, output_layer, tied_parameters, update_num_labels
 from everlearn.surgery.hooks import recompile
 
 # Logit of a class without examples: finite, so that a loss stays a number, and below all others.
@@ -61,9 +63,11 @@ class FrozenHead(Method):
 
     Args:
         normalize: whether features are scaled to length 1.
-        online: collect statistics in ``observe``, batch by batch, for loops without ``end_task``; each example counts
-            once, in the first epoch. Otherwise ``end_task`` collects them.
-        adapt_first: train the model on the first task as fine-tuning does, then freeze it.
+        online: collect statistics in ``observe``, batch by batch, for loops without ``end_task``. In the trainer each
+            example counts once, in the first epoch; in a loop of your own, each time it is observed. Otherwise
+            ``end_task`` collects them.
+        adapt_first: train the model on the first task as fine-tuning does, then freeze it; of a task in parts, on the
+            first part.
         output: name of the output layer; by default the last ``nn.Linear``.
     """
 
@@ -84,6 +88,7 @@ class FrozenHead(Method):
         self.statistics: Statistics = {}
         self.is_adapting: bool = self.adapt_first
         self.is_stale: bool = False  # whether the output layer lacks statistics that were observed
+        self.is_warned: bool = False  # whether the user knows of outputs without examples
         self.settings: dict[str, Any] = {}  # fields that the statistics depend on
         self.feature_checksum: int | None = None
         self.random_checksum: int | None = None
@@ -107,10 +112,10 @@ class FrozenHead(Method):
         if not other.trains and not isinstance(other, FrozenHead):
             return ""
         name = type(self).__name__
-        return (
-            f"{name} freezes the model and computes its output layer. Use it alone, or as {name}(adapt_first=True) to "
-            "train the model on the first task."
-        )
+        conflict = f"{name} freezes the model and computes its output layer. Use it alone"
+        if self.adapt_first:
+            return f"{conflict}."
+        return f"{conflict}, or as {name}(adapt_first=True) to train the model on the first task."
 
     # What a subclass defines.
 
@@ -130,7 +135,7 @@ class FrozenHead(Method):
 
     def statistics_settings(self) -> dict[str, Any]:
         """Return the fields that the statistics depend on, which must not change with a stored state."""
-        return {"normalize": self.normalize}
+        return {"method": type(self).__name__, "normalize": self.normalize}
 
     def solve(self) -> tuple[Tensor, Tensor]:
         """Return W (classes × representation) and b of the output layer, from the statistics."""
@@ -174,11 +179,20 @@ class FrozenHead(Method):
         """Add the statistics of the task, and write the output layer."""
         self._check_likelihood(task)
         has_observed = self.online and not self.is_adapting
+        is_first = not self.statistics
         self._freeze(model)
         with self._restored_on_error():
             if not has_observed:
                 self._collect(model, as_task(task), 1.0)
+                self._warn_of_lost_classes(model, task)
+            elif not self.statistics:
+                raise ValueError(
+                    f"{type(self).__name__}(online=True) has observed no examples: give epochs=1, call "
+                    "observe(batch, outputs) after each forward pass, or leave online out."
+                )
             self.write_head(model)
+            if is_first:
+                self._check_output_layer(model, as_task(task))
         self.is_adapting = False
 
     def predict(self, model: nn.Module, x: Any, task: Tensor | None = None) -> Tensor:
@@ -190,8 +204,9 @@ class FrozenHead(Method):
     def forget(self, model: nn.Module, data: Any) -> None:
         """Subtract examples that were learned, so that the head equals one that never saw them, up to rounding.
 
-        Features are not unlearned: a model that was trained on the examples, by ``adapt_first`` or before, keeps what
-        it has learned of them.
+        Give exactly the examples that were learned, with their labels: none are stored, so that only their numbers by
+        class can be checked. Features are not unlearned: a model that was trained on the examples, by ``adapt_first``
+        or before, keeps what it has learned of them.
 
         Args:
             model: the model.
@@ -203,7 +218,13 @@ class FrozenHead(Method):
         self._freeze(model)
         with self._restored_on_error():
             self._collect(model, task, -1.0)
-            self.write_head(model)
+            try:
+                self.write_head(model)
+            except ValueError as error:
+                raise ValueError(
+                    "Without these examples the statistics are not those of any examples: some were never learned, "
+                    f"had other labels, or are forgotten already. Nothing has changed. ({error})"
+                ) from error
 
     def detach(self, model: nn.Module) -> None:
         """Unfreeze the model; its output layer stays."""
@@ -217,13 +238,12 @@ class FrozenHead(Method):
     @torch.no_grad()
     def write_head(self, model: nn.Module) -> None:
         """Compute the output layer from the statistics, and write it into the model."""
-        self.is_stale = False
         if not self.statistics:
             return
         weight, bias = self.solve()
+        layer = self._output_layer(model, weight)
 
         # Classes without examples are never predicted.
-        layer = self._output_layer(model, weight)
         unseen_logit = max(UNSEEN_LOGIT, torch.finfo(layer.bias.dtype).min)
         is_unseen = self.statistics["counts"] < 0.5
         weight[is_unseen] = 0.0
@@ -234,11 +254,7 @@ class FrozenHead(Method):
         layer.weight[:num_classes] = weight.to(layer.weight)
         layer.bias.fill_(unseen_logit)
         layer.bias[:num_classes] = bias.to(layer.bias)
-        if not layer.weight.isfinite().all() or not layer.bias.isfinite().all():
-            raise ValueError(
-                f"The output layer of {type(self).__name__} has numbers that are too large for {layer.weight.dtype}: "
-                "keep the model in float32."
-            )
+        self.is_stale = False
 
     def _output_layer(self, model: nn.Module, weight: Tensor) -> nn.Linear:
         """Return the linear layer that W is written into, with enough outputs, and a bias."""
@@ -250,7 +266,13 @@ class FrozenHead(Method):
         output = head.output if isinstance(head, FeatureHead) else head
         random_features = self._get_random_features(head.in_features, weight.device)
         needs_normalize = self.normalize and not self.is_scale_free
-        needs_head = needs_normalize or random_features is not None
+
+        # In half precision, only directions of class means are exact enough.
+        dtype = torch.promote_types(output.weight.dtype, torch.float32)
+        is_half = dtype != output.weight.dtype and not isinstance(head, FeatureHead)
+        needs_head = needs_normalize or random_features is not None or (is_half and not self.is_scale_free)
+        if not needs_head:
+            dtype = output.weight.dtype
         num_outputs = max(output.out_features, len(weight))
 
         if isinstance(head, FeatureHead):
@@ -258,11 +280,12 @@ class FrozenHead(Method):
         else:
             is_fitting = not needs_head
         if not is_fitting or output.bias is None:
-            output = nn.Linear(weight.shape[1], num_outputs, dtype=output.weight.dtype).requires_grad_(False)
+            output = nn.Linear(weight.shape[1], num_outputs, dtype=dtype).requires_grad_(False)
             new_head: nn.Module = output
             if needs_head:
-                new_head = FeatureHead(output, needs_normalize, copy.deepcopy(random_features)).to(output.weight.dtype)
+                new_head = FeatureHead(output, needs_normalize, copy.deepcopy(random_features)).to(dtype)
             replace_output(model, name, new_head)
+            update_num_labels(model, num_outputs)
             if self.online:
                 self._recorder.register(unwrap(model), name)
         elif num_outputs > output.out_features:
@@ -319,10 +342,54 @@ class FrozenHead(Method):
         self.statistics = {}
         if not is_shared:
             self.statistics = {key: value.clone() for key, value in previous.items()}
+        if not previous:
+            self._check_output_layer(model, task)
         for features, labels in iterate_features(model, name, task, is_shared):
             self._add_features(features, labels, sign)
         if is_shared:
             self.statistics = sum_statistics(self.statistics, previous)
+        if _count_examples(self.statistics) == _count_examples(previous):
+            raise ValueError(f"{task} has no labeled examples for {type(self).__name__}.")
+
+    def _check_output_layer(self, model: nn.Module, task: Task) -> None:
+        """Raise if the output layer, found or named, does not compute the outputs of the model."""
+        name, _ = feature_head(model, self.output)
+        _, layer = output_layer(model, self.output)
+        first_batch = next(task.examples(1), None)
+        if first_batch is None:
+            return
+        x = unlisted(first_batch.to(layer.weight.device).x)
+        num_outputs = Method.predict(self, model, x).shape[-1]
+        if num_outputs != layer.out_features:
+            raise ValueError(
+                f"The layer {name!r} has {layer.out_features} outputs, and {type(unwrap(model)).__name__} gives "
+                f"{num_outputs}: it is not the output layer. Name the one that is, output=…."
+            )
+        # A layer that was named may be followed by a softmax.
+        with evaluating(model):
+            if self.output is None and not computes_outputs(model, name, x):
+                raise ValueError(
+                    f"The last linear layer, {name!r}, does not compute the outputs of "
+                    f"{type(unwrap(model)).__name__}: name the output layer, output=…."
+                )
+
+    def _warn_of_lost_classes(self, model: nn.Module, task: Any) -> None:
+        """Warn if the first data of a loop lack classes that the model could predict before."""
+        # Tasks of a stream have ids, and bring their classes one after the other.
+        if self.is_warned or getattr(task, "id", None) is not None:
+            return
+        self.is_warned = True
+        _, layer = output_layer(model, self.output)
+        counts = grown(self.statistics["counts"], [max(layer.out_features, len(self.statistics["counts"]))])
+        missing = (counts[: layer.out_features] < 0.5).nonzero().flatten().tolist()
+        if missing:
+            warnings.warn(
+                f"{type(self).__name__} has no examples of {len(missing)} of the model's {layer.out_features} outputs "
+                f"({', '.join(map(str, missing[:5]))}{', …' * (len(missing) > 5)}), and will not predict them. If they "
+                "are old classes, give some of their examples too, once; ignore this if they are classes to come.",
+                UserWarning,
+                stacklevel=3,
+            )
 
     def compute_features(self, model: nn.Module, x: Any) -> Tensor:
         """Return the features φ of some inputs, in evaluation mode."""
@@ -401,6 +468,9 @@ class FrozenHead(Method):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the state of a head with the same settings."""
         stored_settings = state.get("settings") or self.statistics_settings()
+        stored_method = stored_settings.get("method")
+        if stored_method != type(self).__name__:
+            raise ValueError(f"This state is of {stored_method}, got {self!r}: load it into the method that saved it.")
         for name, value in self.statistics_settings().items():
             if name in stored_settings and stored_settings[name] != value:
                 raise ValueError(
@@ -419,6 +489,11 @@ class FrozenHead(Method):
             num_bytes = sum(value.numel() * value.element_size() for value in self.statistics.values())
             facts["statistics"] = f"of {num_classes} classes, {format_bytes(num_bytes)}"
         return facts
+
+
+def _count_examples(statistics: Statistics) -> float:
+    """Return the number of examples in some statistics."""
+    return float(statistics["counts"].sum()) if statistics else 0.0
 
 
 def _feature_checksum(model: nn.Module, name: str) -> int:

@@ -14,7 +14,7 @@ from everlearn.core.hyperparameters import NonNegative, Range
 from everlearn.core.method import Method
 from everlearn.core.traits import Traits
 from everlearn.methods.heads.base import NEEDS_FEATURES, UNSEEN_LOGIT, FrozenHead
-from everlearn.methods.heads.statistics import add_products, mean_and_covariance
+from everlearn.methods.heads.statistics import add_products, as_float64, mean_and_covariance
 from everlearn.surgery.heads import output_layer
 
 
@@ -62,7 +62,7 @@ class FeCAM(FrozenHead):
 
     def statistics_settings(self) -> dict[str, Any]:
         """Return the fields that the statistics depend on; features are normalized later."""
-        return {"power": self.power}
+        return {"method": "FeCAM", "power": self.power}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the state of a head with the same settings."""
@@ -71,7 +71,7 @@ class FeCAM(FrozenHead):
 
     def represent(self, features: Tensor) -> Tensor:
         """Return Tukey's transform of the features, in float64."""
-        h = features.double()
+        h = as_float64(features)
         return h.abs().pow(self.power) * h.sign()
 
     def add(self, h: Tensor, y: Tensor, sign: float) -> None:
@@ -82,7 +82,6 @@ class FeCAM(FrozenHead):
 
     def write_head(self, model: nn.Module) -> None:
         """Compute R_c⁻¹ of each class; the model is not changed."""
-        self.is_stale = False
         counts = self.statistics["counts"]
         scarce = ((counts > 0.5) & (counts < 1.5)).nonzero().flatten().tolist()
         if scarce:
@@ -93,6 +92,7 @@ class FeCAM(FrozenHead):
                 stacklevel=3,
             )
         self._metrics = torch.stack([self._invert_correlations(c) for c in range(len(counts))])
+        self.is_stale = False
 
     def _invert_correlations(self, c: int) -> Tensor:
         """Return R_c⁻¹."""
@@ -126,7 +126,8 @@ class FeCAM(FrozenHead):
             self.write_head(model)
         assert self._metrics is not None  # for the type checker
 
-        h = self._normalized(self.represent(self.compute_features(model, x)))
+        features = self.compute_features(model, x)
+        h = self._normalized(self.represent(features.flatten(0, -2)))
         counts = self.statistics["counts"]
         means = self._normalized(self.statistics["sums"])
         _, layer = output_layer(model, self.output)
@@ -135,7 +136,7 @@ class FeCAM(FrozenHead):
         for c in (counts > 0.5).nonzero().flatten().tolist():
             difference = h - means[c]
             outputs[:, c] = -((difference @ self._metrics[c]) * difference).sum(1)
-        return outputs
+        return outputs.view(*features.shape[:-1], num_outputs)
 
     def _normalized(self, h: Tensor) -> Tensor:
         if self.normalize:

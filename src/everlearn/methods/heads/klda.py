@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -49,6 +49,11 @@ class KLDA(FrozenHead):
     sigma: Annotated[float, Range(1e-9), Search(1e-3, 10)] = 0.1
     shrinkage: Annotated[float, Range(0, 1), Search(1e-9, 0.1)] = 1e-6
     seed: int = 0
+
+    def statistics_settings(self) -> dict[str, Any]:
+        """Return the fields that the statistics depend on."""
+        settings = {"dimension": self.dimension, "sigma": self.sigma, "seed": self.seed}
+        return {**super().statistics_settings(), **settings}
 
     def make_random_features(self, num_features: int) -> RandomFourier:
         """Draw ω and b."""

@@ -18,6 +18,9 @@ from everlearn.surgery.feature_head import RandomReLU
 # λ is selected on this many of the random features: it hardly depends on M, and a small system is quick to solve.
 SELECTION_DIMENSION = 1000
 
+# Largest share of the examples that may be degrees of freedom.
+MAX_FREEDOM = 0.95
+
 # Multiples of the mean square of a random feature.
 RIDGE_GRID = tuple(10.0 ** (tenth / 10) for tenth in range(-80, 41))
 
@@ -29,9 +32,10 @@ class RanPAC(FrozenHead):
         h = ReLU(P φ),   P ~ N(0, 1) of shape (M, features)
         G = Σ hhᵀ,   C = Σ h yᵀ (y one-hot),   W = (G + λ I)⁻¹ C
 
-    W is the ridge regression of one-hot labels on all examples of all tasks. ``recursive=True`` keeps the inverse
-    R = (G + λ I)⁻¹ instead of G, as ACIL does, and updates it by the rows H of a batch: a class is added in a fraction
-    of the time. Both give the same W for the same λ, up to rounding.
+    W is the ridge regression of one-hot labels on all examples of all tasks. ``recursive=True`` also keeps the inverse
+    R = (G + λ I)⁻¹, as ACIL does, and updates it by the rows H of a batch: a class is added in a fraction of the time,
+    with twice the memory. Both give the same W for the same λ, up to rounding. Rows are forgotten in G, and R is
+    computed anew: taking them out of R would amplify its rounding errors.
 
         R ← R - RHᵀ (I + HRHᵀ)⁻¹ HR,   W = R C
 
@@ -78,6 +82,7 @@ class RanPAC(FrozenHead):
     def statistics_settings(self) -> dict[str, Any]:
         """Return the fields that the statistics depend on; the inverse also depends on λ."""
         settings = {**super().statistics_settings(), "recursive": self.recursive}
+        settings |= {"dimension": self.dimension, "seed": self.seed}
         if self.recursive:
             settings["ridge"] = self.ridge
         return settings
@@ -89,28 +94,34 @@ class RanPAC(FrozenHead):
         return RandomReLU(torch.randn(self.dimension, num_features, generator=generator(self.seed, "RanPAC")))
 
     def add(self, h: Tensor, y: Tensor, sign: float) -> None:
-        """Add n, C and G, or update the inverse."""
+        """Add n, C and G, and update the inverse."""
         super().add(h, y, sign)
-        num_features = h.shape[1]
-        if not self.recursive:
-            self._statistic("products", h, num_features, num_features).addmm_(h.T, h, alpha=sign)
-            return
+        products = self._statistic("products", h, h.shape[1], h.shape[1])
+        if self.recursive and sign > 0:
+            # R - RHᵀ (I + HRHᵀ)⁻¹ HR
+            inverse = self._inverse(products)
+            projected = h @ inverse
+            system = projected @ h.T
+            system.diagonal().add_(1)
+            inverse.addmm_(projected.T, torch.linalg.solve(system, projected), alpha=-1)
+        else:
+            self.statistics.pop("inverse", None)
+        products.addmm_(h.T, h, alpha=sign)
 
-        is_new = "inverse" not in self.statistics
-        inverse = self._statistic("inverse", h, num_features, num_features)
-        if is_new:
+    def _inverse(self, products: Tensor) -> Tensor:
+        """Return R, computed from G if examples were forgotten since."""
+        if "inverse" not in self.statistics:
+            inverse = self._statistic("inverse", products, *products.shape)
             inverse.diagonal().fill_(1 / float(self.ridge))
-        # R - RHᵀ (I + HRHᵀ)⁻¹ HR; a minus before I takes the rows out.
-        projected = h @ inverse
-        system = projected @ h.T
-        system.diagonal().add_(sign)
-        inverse.addmm_(projected.T, torch.linalg.solve(system, projected), alpha=-1)
+            if products.any():
+                self.statistics["inverse"] = torch.cholesky_inverse(_factorize(products, float(self.ridge)))
+        return self.statistics["inverse"]
 
     def solve(self) -> tuple[Tensor, Tensor]:
         """Return the weights of the ridge regression, and no bias."""
         sums = self.statistics["sums"]
         if self.recursive:
-            weight = sums @ self.statistics["inverse"]
+            weight = sums @ self._inverse(self.statistics["products"])
         else:
             ridge = select_ridge(self.statistics) if self.ridge == "gcv" else float(self.ridge)
             weight = solve_ridge(self.statistics["products"], sums, ridge)
@@ -147,6 +158,9 @@ def select_ridge(statistics: Statistics) -> float:
     squared_errors = num_examples - (q * (s + 2 * ridges) / (s + ridges).square()).sum(1)
     freedom = (s / (s + ridges)).sum(1)
     errors = num_examples * squared_errors / (num_examples - freedom).square()
+
+    # With fewer examples than features, a small λ fits all of them, and its error is 0/0.
+    errors[freedom > MAX_FREEDOM * num_examples] = torch.inf
     return float(ridges[errors.argmin()])
 
 

@@ -20,6 +20,10 @@ from everlearn.runtime.machine_memory import available_memory
 from everlearn.surgery.features import compute_features
 
 PASS_BATCH_SIZE = 256
+IGNORED_LABEL = -100
+
+# A larger step is a mistake in the labels.
+MAX_NEW_CLASSES = 10_000
 
 Statistics = dict[str, Tensor]
 
@@ -60,8 +64,8 @@ def match_labels(features: Tensor, y: Tensor, owner: str) -> tuple[Tensor, Tenso
     """
     if features.dim() == y.dim():
         raise ValueError(
-            f"Features of shape {tuple(features.shape)} have no vector for each of the labels of shape "
-            f"{tuple(y.shape)}: name the output layer, output=…."
+            f"Labels of shape {tuple(y.shape)} are not one class for each feature vector (features have the shape "
+            f"{tuple(features.shape)}): give integers, y.argmax(-1) of one-hot labels, y.squeeze(-1) of a column."
         )
     features = features.flatten(0, -2)
     labels = y.flatten()
@@ -71,8 +75,10 @@ def match_labels(features: Tensor, y: Tensor, owner: str) -> tuple[Tensor, Tenso
             "once for each label. Name the right layer, output=…."
         )
 
-    # Ignored labels are negative (-100).
-    is_labeled = labels >= 0
+    is_labeled = labels != IGNORED_LABEL
+    smallest = int(labels[is_labeled].min()) if bool(is_labeled.any()) else 0
+    if smallest < 0:
+        raise ValueError(f"{owner} got the label {smallest}: classes count from 0, and only -100 is ignored.")
     features = features[is_labeled]
     if not features.isfinite().all():
         raise ValueError(
@@ -91,10 +97,11 @@ def as_float64(features: Tensor) -> Tensor:
 def grow_statistic(statistics: Statistics, owner: str, key: str, like: Tensor, *shape: int) -> Tensor:
     """Return a sum on the device of ``like``, created with zeros or grown to this shape."""
     value = statistics.get(key)
-    if value is None:
+    if value is None or tuple(value.shape) != shape:
         num_bytes = 8 * int(torch.Size(shape).numel())
         if like.device.type == "cpu":
             _check_memory(f"{owner}.{key} of shape {shape}", num_bytes)
+    if value is None:
         value = like.new_zeros(shape, dtype=torch.float64)
     # A state may have been saved on another device than the model's.
     statistics[key] = grown(value.to(like.device), shape)
@@ -111,7 +118,14 @@ def add_sums(statistics: Statistics, owner: str, h: Tensor, y: Tensor, sign: flo
         y: their classes.
         sign: 1, or -1 to subtract.
     """
-    num_classes = max(int(y.max()) + 1, len(statistics.get("counts", ())))
+    known_classes = len(statistics.get("counts", ()))
+    largest = int(y.max())
+    if largest >= known_classes + MAX_NEW_CLASSES:
+        raise ValueError(
+            f"{owner} got the label {largest}, and would need an output for each smaller number: number the classes "
+            f"from 0 on, without large gaps ({known_classes} are known)."
+        )
+    num_classes = max(largest + 1, known_classes)
     counts = grow_statistic(statistics, owner, "counts", h, num_classes)
     sums = grow_statistic(statistics, owner, "sums", h, num_classes, h.shape[1])
     counts.index_add_(0, y, h.new_full((len(y),), sign))
