@@ -22,6 +22,7 @@ from everlearn import (
     MAS,
     PNN,
     SI,
+    SLCA,
     Batch,
     Bernoulli,
     DERpp,
@@ -703,3 +704,15 @@ def test_a_loss_of_zero_is_used_as_it_is(tasks):
     with ER(16).attach(model, torch.optim.SGD(model.parameters(), 0.1)) as attached:
         outputs = model(x)
         assert attached.loss(0 * outputs.sum(), x, y, outputs) == 0
+
+
+@pytest.mark.parametrize("method", [ERACE(), SLCA()])
+def test_a_loss_of_the_loop_that_a_method_would_ignore_is_refused(method):
+    model = torch.nn.Linear(4, 3)
+    x, y = 10 * torch.randn(8, 4), torch.arange(8) % 3
+    method.begin_task(model, None)
+    with method.attach(model, torch.optim.SGD(model.parameters(), lr=0.1)) as attached:
+        outputs = model(x)
+        loss = torch.nn.functional.cross_entropy(outputs, y, label_smoothing=0.3)
+        with pytest.raises(ValueError, match=r"computes the loss itself"):
+            attached.loss(loss, x, y, outputs)

@@ -96,7 +96,7 @@ class Attachment:
         # Only the first batch is checked, because this synchronizes with the device.
         if not self._is_weight_checked and outputs is not None and y is not None:
             self._is_weight_checked = True
-            check_weight(loss, self._make_batch(loss, x, y, outputs), float(weight))
+            check_weight(loss, self._make_batch(loss, x, y, outputs), float(weight), self.method)
 
         with self._computing():
             if self.method.needs_batch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -10,6 +11,9 @@ from torch import Tensor
 from everlearn.core.batch import Batch
 from everlearn.core.likelihood import Bernoulli, Gaussian
 from everlearn.core.parameters import accumulate_dtype
+
+if TYPE_CHECKING:
+    from everlearn.core.method import Method
 
 # Relative difference between two ways to compute the same loss, in single and in half precision.
 TOLERANCE = 1e-3
@@ -51,10 +55,11 @@ def is_close(ratio: float, weight: float, loss: Tensor) -> bool:
     return math.isclose(ratio, weight, rel_tol=tolerance)
 
 
-def check_weight(loss: Tensor, batch: Batch, weight: float) -> None:
+def check_weight(loss: Tensor, batch: Batch, weight: float, method: Method) -> None:
     """Raise if the loop's loss is a well-known multiple of the mean over labels, but not the given one.
 
-    A loss that is no such multiple is the loop's own, as with label smoothing, and is used as it is.
+    A loss that is no such multiple is the loop's own, as with label smoothing, and is used as it is, unless a method
+    computes the loss itself: then it raises, too.
     """
     if loss.dim():
         raise ValueError(f"The loss must be a single number, got shape {tuple(loss.shape)}: take its mean.")
@@ -72,4 +77,11 @@ def check_weight(loss: Tensor, batch: Batch, weight: float) -> None:
             f"This loss is {ratio:g} times the mean loss per label of {batch.likelihood}, but its weight is "
             f"{weight:g}: give weight={ratio:g}, or take the mean. In a loop that accumulates, divide the result: "
             "attached.loss(…) / 4."
+        )
+    replacing = [type(part).__name__ for part in getattr(method, "methods", [method]) if part.replaces_loss]
+    if replacing:
+        raise ValueError(
+            f"{replacing[0]} computes the loss itself, over some of the classes, and would ignore that of this loop, "
+            f"which is not the mean loss per label of {batch.likelihood} (label smoothing, class weights?): use that "
+            "one, or another method."
         )

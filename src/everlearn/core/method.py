@@ -76,6 +76,9 @@ class Method:
     # Whether each task trains a newly initialized network in place of the model's, as with a network per task.
     reinitializes: ClassVar[bool] = False
 
+    # Whether ``task_loss`` ignores the loss that a training loop has computed itself.
+    replaces_loss: ClassVar[bool] = False
+
     # Whether ``penalty`` uses the batch, or depends on the parameters only.
     penalty_uses_batch: ClassVar[bool] = True
 

@@ -63,6 +63,8 @@ class SLCA(Method):
         needs_pretrained="learns features slowly, after the first task as well: pretrain the model",
     )
 
+    replaces_loss = True
+
     share: Annotated[float, Range(0, 1), Search(1e-3, 1)] = 0.01
     epochs: Annotated[int, Range(0)] = 5
     samples: Annotated[int, Range(1)] = 256

@@ -37,6 +37,8 @@ class ERACE(Replay):
         without_boundaries={},
     )
 
+    replaces_loss = True
+
     def task_loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """Compute the cross-entropy over the classes of the current batch."""
         if not isinstance(batch.likelihood, Categorical):
