@@ -58,7 +58,8 @@ class FeCAM(FrozenHead):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._metrics: Tensor | None = None  # R_c⁻¹
+        self._metrics: dict[int, Tensor] = {}  # R_c⁻¹ of the classes whose statistics have not changed since
+        self._metric_alphas = (self.alpha1, self.alpha2)
 
     def statistics_settings(self) -> dict[str, Any]:
         """Return the fields that the statistics depend on; features are normalized later."""
@@ -67,7 +68,7 @@ class FeCAM(FrozenHead):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the state of a head with the same settings."""
         super().load_state_dict(state)
-        self._metrics = None
+        self._metrics = {}
 
     def represent(self, features: Tensor) -> Tensor:
         """Return Tukey's transform of the features, in float64."""
@@ -78,7 +79,8 @@ class FeCAM(FrozenHead):
         """Add n, s and Σ hhᵀ of each class."""
         super().add(h, y, sign)
         add_products(self.statistics, "FeCAM", h, y, sign)
-        self._metrics = None
+        for c in y.unique().tolist():
+            self._metrics.pop(c, None)
 
     def write_head(self, model: nn.Module) -> None:
         """Compute R_c⁻¹ of each class; the model is not changed."""
@@ -91,7 +93,11 @@ class FeCAM(FrozenHead):
                 UserWarning,
                 stacklevel=3,
             )
-        self._metrics = torch.stack([self._invert_correlations(c) for c in range(len(counts))])
+        if self._metric_alphas != (self.alpha1, self.alpha2):
+            self._metrics = {}
+        self._metric_alphas = (self.alpha1, self.alpha2)
+        changed = [c for c in range(len(counts)) if c not in self._metrics]
+        self._metrics |= {c: self._invert_correlations(c) for c in changed}
         self.is_stale = False
 
     def _invert_correlations(self, c: int) -> Tensor:
@@ -122,9 +128,8 @@ class FeCAM(FrozenHead):
         """Return minus the squared distance to the mean of each class."""
         if not self.statistics:
             return Method.predict(self, model, x, task)
-        if self._metrics is None:
+        if len(self._metrics) < len(self.statistics["counts"]):
             self.write_head(model)
-        assert self._metrics is not None  # for the type checker
 
         features = self.compute_features(model, x)
         h = self._normalized(self.represent(features.flatten(0, -2)))
