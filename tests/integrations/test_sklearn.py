@@ -29,7 +29,7 @@ from everlearn import (
 from everlearn.integrations.sklearn import ContinualClassifier
 from everlearn.runtime.randomness import derive, seeded
 from everlearn.surgery.heads import grow_output
-from tests.helpers import state_vector
+from tests.helpers import make_method, state_vector
 
 
 def small(inputs, outputs):
@@ -59,12 +59,12 @@ def classifier(method=None, **options):
 def test_training_equals_the_trainer(name, make):
     parts = [digits(0, 1), digits(2, 3), digits(0, 3)]
     classes = [0, 1, 2, 3]
-    ours = classifier(METHODS[name](), model=make)
+    ours = classifier(make_method(name), model=make)
     for x, y in parts:
         ours.partial_fit(x, y, classes=classes)
     with seeded(derive(0, "model")):
         model = make((64,), 4)
-    method = METHODS[name]()
+    method = make_method(name)
     for call, (x, y) in enumerate(parts):
         with seeded(derive(0, "partial_fit", call + 1)):
             everlearn.train(model, method, Task((x, y), id=call), epochs=2, batch_size=16)
@@ -77,12 +77,12 @@ def test_training_equals_the_trainer(name, make):
 def test_numbered_tasks_equal_the_task_incremental_trainer(name):
     parts = [digits(0, 1), digits(2, 3)]
     allowed = allowed_classes("task", [[0, 1], [2, 3]], 0)
-    ours = classifier(METHODS[name]())
+    ours = classifier(make_method(name))
     for task, (x, y) in enumerate(parts):
         ours.partial_fit(x, y, task, classes=range(4))
     with seeded(derive(0, "model")):
         model = small((64,), 4)
-    method = METHODS[name]()
+    method = make_method(name)
     for number, (x, y) in enumerate(parts):
         with seeded(derive(0, "partial_fit", number + 1)):
             task = Task((x, y), id=number, allowed=allowed if number else allowed[:1, :2], known_at_test=True)

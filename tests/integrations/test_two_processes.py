@@ -104,7 +104,7 @@ HUGGING_FACE = ["finetune", "ewc", "mas", "si", "lwf", "er", "der", "agem", "pac
 
 
 @pytest.mark.parametrize("name", [n if n == "ewc" else pytest.param(n, marks=pytest.mark.slow) for n in HUGGING_FACE])
-@pytest.mark.parametrize("clip", [1e9, 0.01])
+@pytest.mark.parametrize("clip", [pytest.param(1e9, marks=pytest.mark.slow), 0.01])
 def test_hugging_face_in_two_processes(name, clip, run_two_processes, tmp_path):
     pytest.importorskip("transformers")
     from tests.integrations import test_huggingface as hf

@@ -10,6 +10,7 @@ from torch import nn
 import everlearn
 from everlearn import ER, EWC, METHODS, Chain, LwF, Method, Task
 from everlearn.surgery.feature_head import restore_feature_head
+from tests.helpers import make_method
 from tests.updating.deployments import digits, make_model, read_files, run_update
 
 
@@ -36,14 +37,14 @@ def test_weights_of_another_state_folder_are_refused(deployment):
 @pytest.mark.parametrize("name", [n for n, kind in METHODS.items() if not kind.deployable])
 def test_methods_that_are_not_deployable_are_refused(name, deployment):
     with pytest.raises(ValueError, match="predicts with more than the model's weights"):
-        run_update(digits(0, 1), METHODS[name]())
+        run_update(digits(0, 1), make_method(name))
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_deployable_flag_is_correct(name):
     """Compare predictions of the method with those of a new model that loads only the weights."""
     model = make_model()
-    method = METHODS[name]()
+    method = make_method(name)
     for number, classes in enumerate([(0, 1), (2, 3)]):
         everlearn.train(model, method, Task(digits(*classes, shift=number)[0], id=number), epochs=2, batch_size=32)
     x = digits(0, 1, 2, 3)[1][0]

@@ -6,6 +6,7 @@ from everlearn import ER, EWC, METHODS
 from everlearn.trainer import Training
 from everlearn.updating.state_folder import StateFolder
 from everlearn.updating.stored_method import latest_method
+from tests.helpers import make_method
 from tests.updating.deployments import QUICK, digits, read_files, run_update
 
 
@@ -38,6 +39,6 @@ def test_changed_structural_fields_are_refused(first, second, reason, deployment
 
 @pytest.mark.parametrize("name", [n for n, kind in METHODS.items() if kind.deployable])
 def test_method_is_restored_from_state(name, deployment):
-    method = METHODS[name]()
+    method = make_method(name)
     run_update(digits(0, 1, 2, 3, shift=1), method, training=QUICK)
     assert repr(latest_method(StateFolder("state"))) == repr(method)

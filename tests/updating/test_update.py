@@ -17,6 +17,7 @@ from everlearn.surgery import heads
 from everlearn.surgery.heads import output_layer
 from everlearn.trainer import Training
 from everlearn.updating import load
+from tests.helpers import make_method
 from tests.updating.deployments import digits, make_model, read_files, run_update, weights_equal
 
 
@@ -86,8 +87,8 @@ def test_every_method_learns_new_classes(name, deployment):
     traits = traits_of(method_class)
     accepts_old_data = traits.keeps_examples or not traits.needs_labels or issubclass(method_class, FrozenHead)
     one_epoch = Training(epochs=1, batch_size=32)
-    first = run_update(digits(4, 5), method_class(), old=old if accepts_old_data else None, training=one_epoch)
-    second = run_update(digits(0, 6), method_class(), training=one_epoch)
+    first = run_update(digits(4, 5), make_method(name), old=old if accepts_old_data else None, training=one_epoch)
+    second = run_update(digits(0, 6), make_method(name), training=one_epoch)
     assert second.accepted and output_layer(load(make_model, "model.safetensors"))[1].out_features == 7
     assert (first.fall is not None) == accepts_old_data
     assert "New classes: 4, 5. The output layer grew from 4 to 6 outputs" in str(first)

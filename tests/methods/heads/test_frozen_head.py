@@ -430,7 +430,7 @@ def test_check_describes_the_statistics(head):
     assert "of 2 classes" in report and "all layers are frozen" in report
 
 
-@pytest.mark.parametrize("online", [False, True])
+@pytest.mark.parametrize("online", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_two_processes_equal_one(head, online, run_two_processes):
     stream = streams.digits("class")
     reference, reference_model = replace(head), make_net()

@@ -203,6 +203,7 @@ def test_a_pretrained_model_learns_new_digits():
     assert accuracies["Method"] < 0.25 and accuracies["SLCA"] > 0.85
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", ["task", "domain", "class"])
 def test_all_scenarios(scenario):
     stream = streams.digits(scenario)
@@ -363,6 +364,7 @@ def test_running_statistics_are_frozen_or_warned_of():
         everlearn.train(model, method, stream[1], **settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", [EWC(), MAS(), L2(), LwF(), Freeze()], ids=repr)
 def test_chains(other):
     stream = streams.digits("class")
