@@ -100,6 +100,7 @@ def test_examples_on_real_text_run_small(name, shared_data, tmp_path, capsys, mo
     assert forgets_less(name, capsys.readouterr().out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "example", [p for p in sorted((ROOT / "examples").glob("*.py")) if p.stem not in SMALL_RUNS], ids=lambda p: p.stem
 )

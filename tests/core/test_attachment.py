@@ -86,6 +86,7 @@ LOOPS = {
     "summed": {"reduction": "sum"},
     "bfloat16": {"autocast": torch.bfloat16},
 }
+QUICK_LOOPS = ("plain", "accumulated and clipped", "scaled")  # the others are slow only because there are many
 
 
 @pytest.fixture
@@ -167,7 +168,7 @@ def train(
     return state_vector(model)
 
 
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("loop", [n if n in QUICK_LOOPS else pytest.param(n, marks=pytest.mark.slow) for n in LOOPS])
 @pytest.mark.parametrize("name", METHODS)
 def test_attached_equals_loop_with_hooks(name, loop, tasks):
     if loop == "bfloat16":

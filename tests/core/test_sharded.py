@@ -86,6 +86,7 @@ def train_tasks(method, model, attached=False, tasks=2):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attached", [False, True])
 def test_sharded_training_equals_unsharded_training(run_two_processes, attached):
     expected = {name: train_tasks(make(), net(), attached) for name, make in METHODS.items()}
@@ -171,6 +172,7 @@ def train_attached(method, model):
     return [p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in all_parameters(model).values()]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*FSDP.*")
 @pytest.mark.parametrize("is_flat", [False, True])
 def test_attached_replay_of_sharded_parameters_equals_unsharded_training(run_two_processes, is_flat):

@@ -32,6 +32,7 @@ def num_backward_passes(monkeypatch):
     return lambda: len(counts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("structure", ["diagonal", "kronecker", "full"])
 @pytest.mark.parametrize("likelihood", [Categorical(), Gaussian(0.5), Bernoulli()])
 def test_auto_is_unbiased(structure, likelihood):

@@ -50,6 +50,7 @@ def test_the_form_is_the_kronecker_product(terms):
 TIED = {"tied": {"token_embedding.weight"}, "autoencoder": {"weight"}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(MODELS))
 def test_factors_of_any_model_equal_the_loop_over_single_examples(name):
     model, x = make(name)

@@ -21,6 +21,7 @@ def columns_for(model, x, count=3):
     return list(torch.randn(count, *width, dtype=torch.double, generator=torch.Generator().manual_seed(1)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [1, 3, 7])
 @pytest.mark.parametrize("squared", [True, False])
 @pytest.mark.parametrize("name", list(MODELS))

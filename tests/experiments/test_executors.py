@@ -155,6 +155,7 @@ class EndlessRun:
         time.sleep(600)
 
 
+@pytest.mark.slow
 def test_worker_processes_end_with_parent(tmp_path, check_workers_end):
     code = (
         "from pathlib import Path; from tests.experiments.test_executors import EndlessRun, outcomes; "

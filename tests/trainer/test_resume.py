@@ -107,6 +107,7 @@ def test_every_method_resumes_exactly(name, run_with_kills):
     assert_equal_runs(reference, run_with_kills(METHODS[name], [7, 6, 9, 11], folder="killed"))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The running statistics")  # running statistics change on purpose
 @pytest.mark.parametrize("name", ["finetune", "ewc", "er", "packnet", "hat", "generative"])
 def test_resume_with_dropout_statistics_momentum_schedule_and_kept_optimizer(name, run_with_kills):

@@ -18,6 +18,7 @@ def run_all(folder, runs):
             yield i, everlearn.run(make_net, method, digits(), out=folder, **settings)
 
 
+@pytest.mark.slow
 def test_remote_trials_equal_local_trials(tmp_path):
     settings = {"training": TRAINING, "prune": False, "fields": {"strength": (1, 1e6)}, "seeds": 2, "trials": 4}
     local = tune(make_net, EWC(), digits(), out=tmp_path / "local", **settings)
@@ -37,6 +38,7 @@ def test_remote_trials_equal_local_trials(tmp_path):
     assert sum(trial.score is not None for trial in remote.trials) >= 2
 
 
+@pytest.mark.slow
 def test_lost_remote_runs_are_repeated(tmp_path):
     settings = {"training": TRAINING, "prune": False, "fields": {"strength": (1, 1e4)}, "seeds": 2, "trials": 4}
     reference = tune(make_net, EWC(), digits(), out=tmp_path / "reference", **settings)

@@ -74,6 +74,7 @@ def test_late_fields_do_not_affect_first_task(name, field, search):
     assert nested_equal(*end_states)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_fork_trains_as_original(name):
     with everlearn.runtime.randomness.seeded(0):

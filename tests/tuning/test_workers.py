@@ -29,6 +29,7 @@ def test_parallel_trials_equal_direct_runs(tmp_path):
     assert len(extended.trials) == 8
 
 
+@pytest.mark.slow
 @NEEDS_FORK
 def test_parallel_trials_are_pruned_and_dead_processes_restarted(tmp_path, monkeypatch):
     settings = {"trials": 20, "training": Training(epochs=3, batch_size=32), "fields": {"harm": (0, 0.4)}}
@@ -60,6 +61,7 @@ class KilledIfStrong(EWC):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.slow
 @NEEDS_FORK
 def test_trial_whose_process_keeps_dying_is_postponed(tmp_path):
     folder = tmp_path / "study"

@@ -154,6 +154,7 @@ def run_command(deployment):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [

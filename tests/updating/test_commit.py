@@ -25,6 +25,7 @@ from tests.updating.deployments import (
 )
 
 
+@pytest.mark.slow
 def test_killed_before_every_write(deployment, monkeypatch):
     data = [digits(0, 1, 2, 3), digits(0, 1, shift=1), digits(2, 3, shift=1)]
     initial_weights = Path("model.safetensors").read_bytes()

@@ -37,6 +37,7 @@ def test_changed_structural_fields_are_refused(first, second, reason, deployment
     assert "\n" not in str(error.value) and read_files(deployment) == files_before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n, kind in METHODS.items() if kind.deployable])
 def test_method_is_restored_from_state(name, deployment):
     method = make_method(name)

@@ -287,6 +287,7 @@ def test_two_methods_on_one_model_do_not_disturb_each_other(make, small_stream):
         assert all(torch.equal(method.predict(model, X, k), early_outputs[k]) for k in (0, 1))
 
 
+@pytest.mark.slow
 @all_methods
 def test_the_data_of_an_ended_task_are_released(make):
     torch.manual_seed(0)

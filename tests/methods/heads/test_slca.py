@@ -294,6 +294,7 @@ def test_an_attached_loop_equals_a_loop_of_hooks():
     torch.testing.assert_close(parameter_vector(attached_model), parameter_vector(model))
 
 
+@pytest.mark.slow
 def test_runs_resume_bit_for_bit_within_a_task(tmp_path, monkeypatch):
     stream = streams.digits("class")
     settings = {"epochs": 1, "batch_size": 64}

@@ -297,6 +297,7 @@ def test_a_task_must_end_before_the_next_begins(kind, small_stream):
         kind(output="zz").begin_task(model, stream[0])
 
 
+@pytest.mark.slow
 @KINDS
 def test_compiled_models(kind, small_stream):
     stream = small_stream()

@@ -376,6 +376,7 @@ def batches():
     return [tuple(part) for part in zip(*(v.split(16) for v in labeled_data()), strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
 @pytest.mark.parametrize("make", [labeled_data, loader, batches], ids=["arrays", "loader", "list of batches"])
 def test_links_are_tested_with_any_kind_of_data(make, compiled):

@@ -523,6 +523,7 @@ def first_task_accuracy():
     return measure_accuracy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method",
     [

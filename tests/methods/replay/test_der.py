@@ -99,6 +99,7 @@ def test_outputs_are_stored_before_the_step():
     torch.testing.assert_close(method.memory["logits"], initial_outputs)
 
 
+@pytest.mark.slow
 def test_several_epochs_store_the_outputs_of_a_trained_model():
     """With outputs of the first epoch alone DER reaches 38.5 % and DER++ 94.4 %."""
     torch.set_default_dtype(torch.float)
@@ -147,6 +148,7 @@ def accuracy(model, tasks):
     return sum((model(x).argmax(1) == y).float().mean().item() for x, y in tasks) / len(tasks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("alpha", "beta"), [(1.0, 0.0), (0.5, 0.5)])
 def test_accuracy_equals_that_of_the_authors_rule(alpha, beta):
     torch.set_default_dtype(torch.float)
