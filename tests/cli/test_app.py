@@ -267,6 +267,7 @@ def test_interrupt_keeps_finished_runs(tmp_path):
     assert len(results.load(tmp_path)) >= 2
 
 
+@pytest.mark.slow
 def test_terminal_shows_runs_tasks_and_steps(tmp_path, monkeypatch, capsys):
     class Terminal(io.StringIO):
         def isatty(self):

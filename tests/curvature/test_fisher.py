@@ -67,6 +67,7 @@ def test_the_expected_score_is_zero(linear):
     assert sum(p[:, c : c + 1] * scores[c] for c in range(C)).abs().max() < 1e-15
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(MODELS))
 def test_exact_labels_equal_the_sum_over_classes_on_any_model(name):
     model, x = make(name)
@@ -80,6 +81,7 @@ def test_exact_labels_equal_the_sum_over_classes_on_any_model(name):
             torch.testing.assert_close(actual[n], value, rtol=1e-9, atol=1e-14, msg=lambda m, n=n: f"{n}: {m}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("labels", ["signs", "sample"])
 def test_random_estimates_converge_to_the_exact_one(labels, linear):
     model, x, _, _ = linear

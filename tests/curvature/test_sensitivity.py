@@ -32,6 +32,7 @@ def test_vector_form_of_a_linear_model(linear):
     torch.testing.assert_close(omega["bias"], torch.ones(2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(MODELS))
 def test_any_model_equals_the_loop_and_the_jacobian_times_the_output(name):
     model, x = make(name)

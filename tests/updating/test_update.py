@@ -80,6 +80,7 @@ def test_data_are_learned_once(deployment):
     assert run_update(digits(0, 1, shift=1), repeat=True).number == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n, method_class in METHODS.items() if method_class.deployable])
 def test_every_method_learns_new_classes(name, deployment):
     method_class = METHODS[name]

@@ -225,6 +225,7 @@ def test_a_factory_creates_columns(small_stream):
     assert repr(state_before) == repr([model.state_dict(), method.state_dict()])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("net", "laterals"), [*((net, "adapter") for net in NETS), ("cnn", "linear")])
 def test_export_is_an_independent_module_with_the_same_outputs(net, laterals, learned, check_export):
     model, method, stream = learned(3, net, laterals=laterals)
