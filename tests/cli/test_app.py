@@ -81,7 +81,10 @@ def test_command_line_overrides_yaml_file(settings, tmp_path, capsys):
         (["run", "--stream", "digit"], "Unknown stream 'digit'. Did you mean 'digits'?"),
         (["run", "--scenario", "clas"], "Unknown scenario 'clas'. Did you mean 'class'?"),
         (["run", "--set", "l2.strenth=1", "--methods", "l2"], "l2 has no field 'strenth'. Did you mean 'strength'?"),
-        (["run", "--set", "l2.strength=big", "--methods", "l2"], "l2.strength: got 'big', allowed: a valid number"),
+        (
+            ["run", "--set", "l2.strength=big", "--methods", "l2"],
+            "l2.strength: got 'big', allowed: a valid number or 'auto'",
+        ),
         (["run", "--set", "finetune.x=1"], "finetune has no field 'x'. It has no fields."),
         (["run", "--set", "strength=1"], "METHOD.FIELD=VALUE"),
         (
@@ -215,7 +218,7 @@ def test_list_and_show(capsys):
     assert start(["show", "joint"]) == 0 and "Merge all tasks into one" in capsys.readouterr().out
     start(["show", "l2"])
     assert (
-        "strength: float, 0 or more, searched from 0.0001 to 1000 = 0.1\n      weight of the penalty; 0 is fine-tuning."
+        "searched from 0.0001 to 1000 = 'auto'\n      weight of the penalty: \"auto\" measures it"
         in capsys.readouterr().out
     )
 

@@ -125,7 +125,7 @@ def test_wrong_hyperparameters_are_named(fields, message):
 def test_hyperparameters_out_of_range_are_refused():
     with pytest.raises(ValueError, match=r"L2.strength: got -1.0, allowed: 0 or more"):
         L2(-1.0)
-    with pytest.raises(TypeError, match=r"L2.strength: got 'x', allowed: float"):
+    with pytest.raises(ValueError, match=r"L2.strength: got 'x', allowed: 'auto', float"):
         L2("x")
     with pytest.raises(ValueError, match="at least one method"):
         Chain()

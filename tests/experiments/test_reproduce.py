@@ -100,7 +100,7 @@ def test_dry_run_prints_valid_commands(write_tiny_table, tmp_path, capsys):
     ]
     for line in lines:
         assert start([*line.split(": everlearn ")[1].split(), "--dry-run"]) == 0
-    assert "L2, seed 2" in capsys.readouterr().out
+    assert "L2(strength=0.1), seed 2" in capsys.readouterr().out
 
 
 def test_tolerance_is_two_standard_deviations_of_runs(write_tiny_table):

@@ -11,7 +11,7 @@ from tests.tuning.studies import TRAINING, digits, make_net
 def run_all(folder, runs):
     """Yield the outcome of every run, as an executor of a cluster does."""
     for i, (method, seed) in enumerate(runs):
-        if method.strength > 1e5:
+        if method.strength != "auto" and method.strength > 1e5:
             yield i, FloatingPointError("the loss is nan")
         else:
             settings = {"epochs": 2, "batch_size": 32, "seed": seed, "split": "valid"}

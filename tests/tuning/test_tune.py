@@ -40,7 +40,7 @@ def test_hopeless_trials_are_pruned(tmp_path):
 
 def test_diverged_trial_does_not_end_study(tmp_path):
     study = tune(
-        make_net, L2(), digits(), fields={"strength": (1e-3, 1e30)}, trials=3, training=TRAINING, out=tmp_path,
+        make_net, LwF(), digits(), fields={"strength": (1e-3, 1e30)}, trials=3, training=TRAINING, out=tmp_path,
         optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
     )  # fmt: skip
     assert study.best.score is not None

@@ -216,6 +216,12 @@ class Quadratic:
         self._moved = set()
         self.widened -= anchor.keys()
 
+    def rescale(self, factor: float) -> None:
+        """Multiply q by a factor; its minimum stays."""
+        self.form = self.form * factor
+        self.slope = {name: s * factor for name, s in self.slope.items()}
+        self.constant *= factor
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state for saving."""
         return {

@@ -167,10 +167,17 @@ def field_value(method: str, field: str, value: Any, hint: Any) -> Any:
 
 def explain(error: ValidationError) -> str:
     """Rewrite a pydantic error as one sentence: the field, what was given, what is allowed."""
+    details = error.errors()
+    # A field of several types has an error for each.
+    is_union = len(details) > 1 and all(detail["input"] is details[0]["input"] for detail in details)
+    if is_union and all(len(detail["loc"]) == 1 for detail in details):
+        allowed_types = " or ".join(dict.fromkeys(_allowed(detail["msg"]) for detail in details))
+        return f"got {details[0]['input']!r}, allowed: {allowed_types}."
+
     sentences = []
-    for detail in error.errors():
+    for detail in details:
         field = ".".join(str(key) for key in detail["loc"] if isinstance(key, str) and key.isidentifier())
-        allowed = detail["msg"].removeprefix("Input should be ").removeprefix("Value error, ").split(", unable to")[0]
+        allowed = _allowed(detail["msg"])
 
         # Errors that validators of this package raise are complete sentences.
         if detail["type"] == "value_error":
@@ -181,3 +188,8 @@ def explain(error: ValidationError) -> str:
             prefix = f"{field}: " if field else ""
             sentences.append(f"{prefix}got {detail['input']!r}, allowed: {allowed}")
     return "; ".join(dict.fromkeys(sentences)) + "."
+
+
+def _allowed(message: str) -> str:
+    """Return what a message of pydantic says is allowed."""
+    return message.removeprefix("Input should be ").removeprefix("Value error, ").split(", unable to")[0]

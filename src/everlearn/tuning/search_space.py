@@ -228,7 +228,7 @@ def _tunable_fields(method: Method) -> list[Dimension]:
 
             if get_origin(plain_type) is Literal and all(isinstance(o, str) for o in get_args(plain_type)):
                 tunable.append(Dimension(method_index, field.name, name, Search(0, 0), get_args(plain_type)))
-            elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            elif value == "auto" or (isinstance(value, (int, float)) and not isinstance(value, bool)):
                 search = next((a for a in annotations if isinstance(a, Search)), Search(0, 0))
                 # Another field may make this one act in the first task.
                 if search.unless and getattr(m, search.unless):

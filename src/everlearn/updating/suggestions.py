@@ -11,6 +11,7 @@ from everlearn.core.method import Method
 from everlearn.methods import METHODS
 from everlearn.methods.heads.base import FrozenHead
 from everlearn.methods.regularization.base import QuadraticPenalty
+from everlearn.methods.regularization.lwf import LwF
 from everlearn.methods.replay.base import Replay
 
 NEW_FOLDER = ", which needs a new folder: --state NEW --accept-weights, with examples of old skills, --old"
@@ -56,14 +57,26 @@ def suggest(method: Method, *, is_first: bool, has_new_classes: bool, is_certain
         elif "strength" in _tunable_fields(m):
             # A quadratic penalty keeps the strength of tasks that have ended, so only a new state can raise it.
             strength_condition = condition if isinstance(m, QuadraticPenalty) else ""
-            strength = 10 * getattr(m, "strength")  # noqa: B009 - not a field of every method
-            suggestions.append(f"More protection: --set {name}.strength={strength:g}{strength_condition}.")
+            strength = _current_strength(m)
+            if strength is not None:
+                suggestions.append(f"More protection: --set {name}.strength={10 * strength:g}{strength_condition}.")
 
     suggestions.append(
         "Old and new rows together: add the old rows that you have to --data; held-out examples are excluded from them."
     )
     suggestions.append("Smaller changes: fewer --epochs, or a smaller --lr.")
     return suggestions + _suggest_tolerance(is_certain)
+
+
+def _current_strength(method: Method) -> float | None:
+    """Return the strength of a method, as measured if it is "auto"; None before it is measured."""
+    strength = getattr(method, "strength")  # noqa: B009 - not a field of every method
+    if strength != "auto":
+        return float(strength)
+    if isinstance(method, LwF):
+        return method.temperature**2
+    measured: float | None = getattr(method, "scale", None)
+    return measured
 
 
 def _suggest_head(method: FrozenHead, is_first: bool, is_certain: bool) -> list[str]:

@@ -17,6 +17,9 @@ from tests.helpers import train_tasks
 
 ANCHORED_METHODS = [L2, EWC, MAS, SI]
 
+# Penalties of a known strength: "auto" waits for a gradient (test_relative_strength.py).
+STRENGTHS = {L2: 0.1, EWC: 100.0, MAS: 0.1, SI: 10.0, LwF: 1.0}
+
 
 def body_and_head():
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
@@ -29,7 +32,7 @@ def make_data(n=32):
 
 def train_method(kind, model=None, **settings):
     model = model or body_and_head()
-    method = kind(**settings)
+    method = kind(**{"strength": STRENGTHS[kind]} | settings)
     train(model, method, make_data(), epochs=2, batch_size=8)
     return model, method
 
@@ -104,7 +107,7 @@ def test_the_closed_form_gradient_is_that_of_the_value(kind, settings, double):
 
 @pytest.mark.parametrize("kind", ANCHORED_METHODS)
 def test_diagnostics_are_quantiles_of_the_importances(kind):
-    assert kind().diagnostics() == {}
+    assert kind(STRENGTHS[kind]).diagnostics() == {}
     _, method = train_method(kind)
     importances = torch.cat([v.flatten() for v in method.quadratic.form.values.values()])
     diagnostics = method.diagnostics()
@@ -151,14 +154,14 @@ CHAINS = [
     lambda: ScaledEWC(3.0),
     SquaredNorm,
     HalvedNorm,
-    lambda: SI() + EWC(3.0),
-    lambda: EWC(3.0) + SI(),
-    lambda: SI() + L2(),
-    lambda: AGEM(20) + SI(),
-    lambda: SI() + GEM(20),
-    lambda: GEM(20) + SI(),
+    lambda: SI(10.0) + EWC(3.0),
+    lambda: EWC(3.0) + SI(10.0),
+    lambda: SI(10.0) + L2(0.1),
+    lambda: AGEM(20) + SI(10.0),
+    lambda: SI(10.0) + GEM(20),
+    lambda: GEM(20) + SI(10.0),
     lambda: ER(20) + EWC(3.0),
-    lambda: LwF() + EWC(3.0) + MAS(),
+    lambda: LwF(1.0) + EWC(3.0) + MAS(0.1),
 ]
 
 
@@ -213,10 +216,10 @@ def test_layers_can_be_weighted(kind, double):
 def test_layers_can_be_weighted_in_every_structure(structure, double):
     weights = {"0.weight": 1.0, "0.bias": 0.25, "2.weight": 4.0}
     model, unweighted = train_method(EWC, structure=structure)
-    weighted = EWC(structure=structure, only=weights)
+    weighted = EWC(100.0, structure=structure, only=weights)
     xy = make_data()
     weighted.end_task(model, xy)
-    unweighted = EWC(structure=structure)
+    unweighted = EWC(100.0, structure=structure)
     unweighted.end_task(model, xy)
     delta = {n: torch.randn_like(p) for n, p in trainable_parameters(model).items()}
     scaled = {n: step * weights.get(n, 0.0) ** 0.5 for n, step in delta.items()}
@@ -319,7 +322,7 @@ def test_another_model_is_refused(kind):
 )
 def test_wrong_importances_are_refused(kind, importance, error, message):
     with pytest.raises(error, match=message):
-        kind().consolidate(body_and_head(), importance)
+        kind(STRENGTHS[kind]).consolidate(body_and_head(), importance)
 
 
 @pytest.mark.parametrize("kind", [EWC, MAS])
@@ -400,7 +403,7 @@ def test_accumulated_gradients_equal_those_of_the_full_batch(double):
 @pytest.mark.parametrize("kind", [L2, EWC, MAS, LwF])
 def test_penalties_add_up_in_a_chain(kind):
     model = body_and_head()
-    first = kind()
+    first = kind(STRENGTHS[kind])
     second = EWC(2.0)
     x, y = make_data()
     for method in (first, second):
@@ -417,7 +420,15 @@ def test_penalties_add_up_in_a_chain(kind):
 
 @pytest.mark.parametrize(
     "method",
-    [L2(), EWC(), EWC(mode="online"), EWC(structure="kronecker"), EWC(structure="full"), MAS(), SI()],
+    [
+        L2(0.1),
+        EWC(100.0),
+        EWC(100.0, mode="online"),
+        EWC(100.0, structure="kronecker"),
+        EWC(100.0, structure="full"),
+        MAS(0.1),
+        SI(10.0),
+    ],
     ids=label,
 )
 def test_a_layer_frozen_for_one_task_is_penalized_after_thawing(method):
@@ -457,7 +468,7 @@ def test_separate_anchors_of_a_model_frozen_in_parts(structure, frozen, double):
 
 def test_penalties_of_frozen_parameters_stay_zero():
     model = body_and_head()
-    chain = Freeze() + EWC(only="0.*")
+    chain = Freeze() + EWC(100.0, only="0.*")
     for _ in range(3):
         train(model, chain, make_data(), epochs=1, batch_size=8)
     assert chain.methods[1].penalty(model) == 0
@@ -493,13 +504,13 @@ def test_the_penalty_is_not_rounded_under_autocast(structure):
 @pytest.mark.parametrize("only", [{}, {"*": 0.0}, {"*": -1.0}, {"*": float("nan")}, {"*": "1"}])
 def test_layer_weights_that_are_zero_negative_or_invalid_are_refused(only):
     with pytest.raises(ValueError, match=r"leaves no parameter to hold|must be a number, 0 or more"):
-        EWC(only=only).end_task(body_and_head(), make_data())
+        EWC(100.0, only=only).end_task(body_and_head(), make_data())
 
 
 @pytest.mark.parametrize("kind", [L2, EWC, MAS, SI, LwF])
 def test_non_finite_parameters_are_not_anchored(kind):
     model = body_and_head()
-    method = kind()
+    method = kind(STRENGTHS[kind])
     train(model, method, make_data(), epochs=1, batch_size=8)
     with torch.no_grad():
         model[0].weight[0, 0] = torch.nan
@@ -588,6 +599,7 @@ METHODS_WITH_UNUSED_HEADS = [
     Method(),
     L2(),
     EWC(),
+    EWC(100.0),
     EWC(mode="online"),
     EWC(structure="kronecker"),
     MAS(),
@@ -615,7 +627,7 @@ def test_weight_decay_does_not_move_unused_heads(method, loop):
 def test_a_full_form_penalizes_parameters_when_others_have_moved():
     """The gradient of one parameter depends on all; that of a parameter without importance stays None."""
     model = Heads()
-    method = EWC(structure="full")
+    method = EWC(100.0, structure="full")
     train_task("custom loop", model, method, Task(make_data(), id=0))
     with torch.no_grad():
         model.body.weight += 0.1
@@ -627,7 +639,7 @@ def test_a_full_form_penalizes_parameters_when_others_have_moved():
 @pytest.mark.parametrize("kind", ANCHORED_METHODS)
 def test_a_parameter_off_its_anchor_is_penalized_without_a_task_gradient(kind):
     model = Heads()
-    method = kind()
+    method = kind(STRENGTHS[kind])
     train_task("custom loop", model, method, Task(make_data(), id=0))
     with torch.no_grad():
         model.heads[0].weight += 0.5
@@ -684,7 +696,7 @@ def test_a_thawed_layer_without_importance_raises_one_warning(kind, loop):
 def test_si_warns_about_a_thawed_layer_in_a_loop_without_begin_task():
     """The layer was trained and frozen only when the task ended, so SI has a path of it."""
     model = body_and_head()
-    method = SI()
+    method = SI(10.0)
     x, y = make_data()
 
     def step():
@@ -704,7 +716,7 @@ def test_si_warns_about_a_thawed_layer_in_a_loop_without_begin_task():
 
 def test_si_warns_about_a_layer_thawed_only_for_end_task():
     model = body_and_head()
-    method = SI()
+    method = SI(10.0)
     x, y = make_data()
     model[0].requires_grad_(False)
     F.cross_entropy(model(x), y).backward()
@@ -732,13 +744,13 @@ def test_complex_parameters_are_penalized_by_l2_and_refused_by_si():
         model.weight += torch.tensor([1j, 2 + 0j])
     torch.testing.assert_close(method.penalty(model).detach(), torch.tensor(1.5 * (1 + 4)))
     with pytest.raises(TypeError, match="weight is complex: use EWC or MAS"):
-        SI().begin_task(model, None)
+        SI(10.0).begin_task(model, None)
 
 
 @pytest.mark.parametrize("kind", [EWC, MAS])
 def test_a_layer_that_is_trainable_at_the_end_of_the_task_is_penalized(kind):
     model = body_and_head()
-    method = kind()
+    method = kind(STRENGTHS[kind])
     model[0].requires_grad_(False)
     train(model, Method(), make_data(), epochs=2, batch_size=8)
     model[0].requires_grad_(True)
@@ -765,7 +777,7 @@ def test_l2_anchors_a_thawed_layer(settings, double):
 
 def test_unselected_layers_thaw_without_a_warning():
     model = body_and_head()
-    method = EWC(only="2.*")
+    method = EWC(100.0, only="2.*")
     model[0].requires_grad_(False)
     train(model, method, Task(make_data(), id=0), epochs=1, batch_size=8)
     model[0].requires_grad_(True)
@@ -788,7 +800,9 @@ def test_a_layer_of_another_width_is_refused(kind, inputs, hidden):
 
 
 @pytest.mark.parametrize(
-    "method", [L2(), EWC(), EWC(structure="kronecker"), EWC(mode="online", decay=0.5), MAS(), SI()], ids=label
+    "method",
+    [L2(0.1), EWC(100.0), EWC(100.0, structure="kronecker"), EWC(100.0, mode="online", decay=0.5), MAS(0.1), SI(10.0)],
+    ids=label,
 )
 def test_a_layer_widened_by_resize_stays_penalized(method):
     model = body_and_head()
@@ -805,12 +819,12 @@ def test_a_layer_widened_by_resize_stays_penalized(method):
 
 def test_a_widened_layer_can_be_saved_and_loaded_mid_task():
     model = body_and_head()
-    method = EWC()
+    method = EWC(100.0)
     train(model, method, make_data(), epochs=2, batch_size=8)
     resize.widen(model, tracing.links(model, make_data()[0])[0], 5)
     method.penalty(model)
     shift(model)
-    restored = EWC()
+    restored = EWC(100.0)
     restored.load_state_dict(method.state_dict())
     assert torch.equal(restored.penalty(model), method.penalty(model)) and method.penalty(model) > 0
 

@@ -223,7 +223,7 @@ def test_the_state_of_another_method_is_refused():
     replay = ER(5)
     replay.tasks = 1
     with pytest.raises(ValueError, match="does not match EWC"):
-        EWC().load_state_dict(replay.state_dict())
+        EWC(100.0).load_state_dict(replay.state_dict())
 
 
 @pytest.mark.parametrize("structure", ["diagonal", "kronecker", "full"])
@@ -262,11 +262,11 @@ def test_a_model_that_ends_in_a_softmax_raises_a_warning():
     for name, value in expected.values.items():
         torch.testing.assert_close(after_log_softmax.values[name], value)
     with pytest.warns(UserWarning, match="outputs are probabilities"):
-        EWC().end_task(nn.Sequential(*logits, nn.Softmax(-1)), x)
+        EWC(100.0).end_task(nn.Sequential(*logits, nn.Softmax(-1)), x)
 
 
 @pytest.mark.parametrize("labels", ["exact", "true"])
 def test_labels_without_an_output_are_refused(labels):
     y = torch.tensor([0, 7, -100, 1])
     with pytest.raises(ValueError, match=r"from 0 to 7 but the model has only 3 outputs .* build it with more outputs"):
-        EWC(labels=labels).end_task(nn.Linear(4, 3), (torch.randn(4, 4), y))
+        EWC(100.0, labels=labels).end_task(nn.Linear(4, 3), (torch.randn(4, 4), y))

@@ -57,7 +57,7 @@ def test_value_and_gradient(temperature):
 
 @double
 def test_the_penalty_is_zero_when_student_equals_teacher():
-    method = LwF()
+    method = LwF(1.0)
     model = nn.Linear(3, 4)
     x = torch.randn(6, 3)
     method.end_task(model, None)
@@ -81,7 +81,7 @@ def test_high_temperatures_match_centered_outputs():
 
 @double
 def test_a_constant_added_to_all_outputs_changes_nothing():
-    method = LwF()
+    method = LwF(1.0)
     model, x, _ = make_student(method)
     outputs = model(x)
     torch.testing.assert_close(method.penalty(model, x, outputs), method.penalty(model, x, outputs + torch.randn(6, 1)))
@@ -90,7 +90,7 @@ def test_a_constant_added_to_all_outputs_changes_nothing():
 @double
 def test_old_heads_are_distilled_separately():
     classes = [[0, 1], [2, 3], [4, 5]]
-    method = LwF()
+    method = LwF(1.0)
     model = nn.Linear(3, 6)
     x = torch.randn(5, 3)
     for t in range(2):
@@ -110,7 +110,7 @@ def test_old_heads_are_distilled_separately():
 @pytest.mark.parametrize(("scenario", "old_outputs"), [("class", 4), ("domain", 6)])
 def test_shared_outputs_are_distilled_once_per_old_task(scenario, old_outputs):
     classes = [[0, 1], [2, 3], [4, 5]] if scenario == "class" else [[0, 1, 2, 3, 4, 5]] * 3
-    method = LwF()
+    method = LwF(1.0)
     model = nn.Linear(3, 6)
     x = torch.randn(5, 3)
     for t in range(2):
@@ -129,7 +129,7 @@ def test_shared_outputs_are_distilled_once_per_old_task(scenario, old_outputs):
 def test_new_classes_may_have_zero_targets():
     """van de Ven & Tolias: a softmax over all classes so far, with zero targets for the new ones."""
     classes = [[0, 1], [2, 3], [4, 5]]
-    method = LwF(refuse_new=True)
+    method = LwF(1.0, refuse_new=True)
     model = nn.Linear(3, 6)
     x = torch.randn(5, 3)
     for t in range(2):
@@ -149,7 +149,7 @@ def test_the_teacher_is_constant():
     """The teacher is constant bit for bit, without gradients, and in evaluation mode."""
     stream = streams.digits("class")
     model = nn.Sequential(nets.cnn(stream.inputs, stream.outputs, channels=(4,)), nn.Dropout(0.5))
-    method = LwF()
+    method = LwF(1.0)
     train(model, method, stream[0], epochs=1)
     teacher = {n: v.clone() for n, v in method.next_teacher["state"].items()}
     train(model, method, stream[1], epochs=1)
@@ -169,7 +169,7 @@ def test_the_teacher_is_constant():
 
 @double
 def test_a_grown_head_is_distilled_on_its_old_outputs():
-    method = LwF()
+    method = LwF(1.0)
     model = nn.Sequential(nn.Linear(3, 2))
     x = torch.randn(5, 3)
     method.end_task(model, x)
@@ -184,7 +184,7 @@ def test_a_grown_head_is_distilled_on_its_old_outputs():
 @double
 @pytest.mark.parametrize("likelihood", [Gaussian(), Bernoulli()])
 def test_distillation_of_other_likelihoods(likelihood):
-    method = LwF(temperature=1.0)
+    method = LwF(1.0, temperature=1.0)
     model, x, target = make_student(method)
     outputs = model(x)
     actual = method.penalty(model, Batch(x, likelihood=likelihood), outputs)
@@ -204,7 +204,7 @@ def test_the_temperature_does_not_affect_a_gaussian_likelihood():
     penalties = []
     for temperature in (1.0, 2.0, 10.0):
         torch.manual_seed(0)
-        method = LwF(temperature=temperature)
+        method = LwF(1.0, temperature=temperature)
         model, x, target = make_student(method)
         penalties.append(method.penalty(model, Batch(x, likelihood=Gaussian(0.5))))
         torch.testing.assert_close(penalties[-1], Gaussian(0.5).loss(model(x), target))
@@ -248,10 +248,10 @@ def test_outputs_of_minus_infinity_are_excluded(likelihood):
             outputs = self.inner(x)
             return outputs.masked_fill(torch.tensor([False, True, False, False]), -torch.inf)
 
-    method = LwF()
+    method = LwF(1.0)
     model = Masked()
     x = torch.randn(6, 3)
-    reduced_method = LwF()
+    reduced_method = LwF(1.0)
     finite_outputs = [0, 2, 3]
     reduced_model = nn.Linear(3, 3)
     reduced_model.load_state_dict({n: p[finite_outputs] for n, p in model.inner.state_dict().items()})
@@ -273,7 +273,7 @@ def test_outputs_of_minus_infinity_are_excluded(likelihood):
 def test_a_teacher_with_only_infinite_outputs_is_refused():
     model = nn.Linear(3, 2)
     model.register_forward_hook(lambda m, args, outputs: torch.full_like(outputs, -torch.inf) + 0 * outputs)
-    method = LwF()
+    method = LwF(1.0)
     method.end_task(model, None)
     with pytest.raises(ValueError, match="minus infinity for every output of task -1"):
         method.penalty(model, torch.randn(4, 3))
@@ -282,7 +282,7 @@ def test_a_teacher_with_only_infinite_outputs_is_refused():
 def test_chunks_of_a_task_share_a_teacher():
     stream = streams.online(streams.digits("class"), chunk=40)
     model = nets.mlp(stream.inputs, stream.outputs, hidden=(8,))
-    method = LwF()
+    method = LwF(1.0)
     teachers = {}
     for task in [t for t in stream if t.id < 3 and t.part < 3]:
         method.begin_task(model, task)
@@ -303,7 +303,7 @@ def test_chunks_of_a_task_share_a_teacher():
 def test_only_new_outputs_move_during_the_warm_up(optimizer, scenario):
     stream = streams.digits(scenario)
     model = nets.cnn(stream.inputs, stream.outputs, channels=(4,))
-    method = LwF(warmup=5)
+    method = LwF(1.0, warmup=5)
     first_result = train(model, method, stream[0], optimizer=optimizer, epochs=1)
     initial_state = {n: v.clone() for n, v in model.state_dict().items()}
     weight_names = [n for n in initial_state if n.endswith("weight")]
@@ -334,7 +334,7 @@ class Scale(nn.Module):
 def test_a_scalar_parameter_is_locked_during_the_warm_up():
     stream = streams.digits("task")
     model = nn.Sequential(nn.Flatten(), Scale(), nn.Linear(64, stream.outputs))
-    method = LwF(warmup=5)
+    method = LwF(1.0, warmup=5)
     train(model, method, stream[0], iterations=2)
     factor = model[1].factor.item()
     train(model, method, stream[1], iterations=5)
@@ -344,7 +344,7 @@ def test_a_scalar_parameter_is_locked_during_the_warm_up():
 def test_all_parameters_move_after_the_warm_up():
     stream = streams.digits("task")
     model = nets.mlp(stream.inputs, stream.outputs, hidden=(8,))
-    method = LwF(warmup=3)
+    method = LwF(1.0, warmup=3)
     train(model, method, stream[0], epochs=1)
     initial_state = {n: v.clone() for n, v in model.state_dict().items()}
     train(model, method, stream[1], iterations=4)
@@ -352,7 +352,7 @@ def test_all_parameters_move_after_the_warm_up():
 
 
 def test_without_new_outputs_there_is_no_warm_up():
-    assert torch.equal(train_two_tasks(LwF(), "domain"), train_two_tasks(LwF(warmup=5), "domain"))
+    assert torch.equal(train_two_tasks(LwF(1.0), "domain"), train_two_tasks(LwF(1.0, warmup=5), "domain"))
 
 
 def test_tied_weights():
@@ -367,7 +367,7 @@ def test_tied_weights():
             return self.outer(self.inner(x))
 
     model = Tied()
-    method = LwF()
+    method = LwF(1.0)
     x = torch.randn(4, 3)
     method.end_task(model, x)
     shift(model)
@@ -376,7 +376,7 @@ def test_tied_weights():
 
 def test_layers_added_after_the_teacher_are_refused():
     model = nn.Sequential(nn.Linear(3, 3))
-    method = LwF()
+    method = LwF(1.0)
     method.end_task(model, None)
     model.append(nn.Linear(3, 3))
     with pytest.raises(ValueError, match=r"1.weight, 1.bias did not exist when the last task ended"):
@@ -384,21 +384,21 @@ def test_layers_added_after_the_teacher_are_refused():
 
 
 def test_the_likelihood_of_the_last_task_is_remembered():
-    method = LwF(temperature=1.0)
+    method = LwF(1.0, temperature=1.0)
     x = torch.randn(6, 3)
     model = nn.Linear(3, 1)
     method.end_task(model, Task((x, torch.randn(6, 1)), likelihood=Gaussian()))
     target = model(x).detach()
     shift(model)
     torch.testing.assert_close(method.penalty(model, x), (model(x) - target).square().mean() / 2)
-    restored = LwF()
+    restored = LwF(1.0)
     restored.load_state_dict(method.state_dict())
     with pytest.raises(ValueError, match="One output cannot separate classes"):
         restored.penalty(model, x)
 
 
 def test_outputs_that_are_not_the_student_outputs_are_refused():
-    method = LwF()
+    method = LwF(1.0)
     model, x, _ = make_student(method)
     for wrong_outputs in (torch.zeros(6, dtype=torch.long), model(x).detach()):
         with pytest.raises(ValueError, match="outputs must be the model"):
@@ -409,7 +409,7 @@ def test_a_loop_without_begin_task_uses_the_latest_teacher():
     """This also holds after tasks begun by the trainer."""
     stream = streams.digits("class")
     model = nets.mlp(stream.inputs, stream.outputs, hidden=(8,))
-    method = LwF()
+    method = LwF(1.0)
     for task in stream.tasks[:2]:
         train(model, method, task, iterations=2)
     assert method.penalty(model, torch.rand(3, *stream.inputs)).abs() < 1e-6
@@ -418,7 +418,7 @@ def test_a_loop_without_begin_task_uses_the_latest_teacher():
 def test_the_warm_up_continues_across_chunks():
     stream = streams.online(streams.digits("task"), chunk=20)
     model = nets.mlp(stream.inputs, stream.outputs, hidden=(8,))
-    method = LwF(warmup=3)
+    method = LwF(1.0, warmup=3)
     chunks = [t for t in stream if t.id < 2]
     for task in [t for t in chunks if t.id == 0][:2]:
         train(model, method, task, batch_size=10)
@@ -431,7 +431,7 @@ def test_the_warm_up_continues_across_chunks():
 
 
 def test_the_penalty_requires_inputs():
-    method = LwF()
+    method = LwF(1.0)
     model, *_ = make_student(method)
     with pytest.raises(ValueError, match=r"give the inputs, penalty\(model, batch\)"):
         method.penalty(model)
@@ -445,7 +445,7 @@ def test_probabilities_raise_a_warning_in_a_custom_loop():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Softmax(-1))
     x = torch.randn(6, 3)
-    method = LwF()
+    method = LwF(1.0)
     method.end_task(model, x)
     with pytest.warns(UserWarning, match="probabilities"):
         method.penalty(model, x, model(x))

@@ -94,5 +94,5 @@ def test_consolidating_on_inputs_of_deployment():
 def test_a_model_that_ends_in_a_softmax_raises_a_warning(norm):
     model = nn.Sequential(nn.Linear(3, 4), nn.Softmax(-1))
     with pytest.warns(UserWarning, match="outputs are probabilities"):
-        MAS(norm=norm).end_task(model, torch.randn(9, 3))
-    MAS(norm=norm).end_task(model, Task((torch.randn(9, 3), torch.randn(9, 4)), likelihood=Gaussian()))
+        MAS(0.1, norm=norm).end_task(model, torch.randn(9, 3))
+    MAS(0.1, norm=norm).end_task(model, Task((torch.randn(9, 3), torch.randn(9, 4)), likelihood=Gaussian()))

@@ -36,7 +36,7 @@ def test_the_path_integral_is_the_decrease_of_the_loss_plus_half_the_curvature()
     root = torch.randn(4, 4)
     hessian = root @ root.t() / 8
     model = ParameterVector(torch.randn(4))
-    method = SI()
+    method = SI(10.0)
     steps = []
     loss = lambda m: m.theta @ hessian @ m.theta / 2
     initial_loss = loss(model).item()
@@ -68,7 +68,7 @@ def test_a_full_batch_path_sums_to_the_decrease_of_the_loss():
     for lr in (0.05, 0.005):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
-        method = SI()
+        method = SI(10.0)
         loss = lambda m: ((m(x) - y) ** 2).mean()
         initial_loss = loss(model).item()
         train_full_batch(model, method, loss, int(5 / lr), lr=lr)
@@ -79,7 +79,7 @@ def test_a_full_batch_path_sums_to_the_decrease_of_the_loss():
 @pytest.mark.parametrize("make_optimizer", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
 def test_the_path_uses_the_steps_of_the_optimizer(make_optimizer):
     model = ParameterVector(torch.randn(5))
-    method = SI()
+    method = SI(10.0)
     theta_before = model.theta.detach().clone()
     h = torch.rand(5)
     train_full_batch(model, method, quadratic_loss(h), 1, make_optimizer)
@@ -133,7 +133,7 @@ def test_external_changes_between_steps_are_not_part_of_the_path(through_data):
 def test_an_optimizer_that_writes_to_data_is_supported():
     h = torch.rand(3) + 1
     model = ParameterVector(torch.randn(3))
-    method = SI()
+    method = SI(10.0)
     theta_before = model.theta.detach().clone()
     quadratic_loss(h)(model).backward()
     method.before_step(model)
@@ -144,7 +144,7 @@ def test_an_optimizer_that_writes_to_data_is_supported():
 
 def test_clipping_after_before_step_does_not_change_the_path_gradient():
     model = ParameterVector(torch.full((2,), 10.0))
-    method = SI()
+    method = SI(10.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     quadratic_loss(torch.ones(2))(model).backward()
     method.before_step(model)
@@ -169,7 +169,7 @@ def test_consolidation_follows_the_formula_and_resets_the_path():
 
 def test_importance_is_never_negative():
     model = ParameterVector(torch.tensor([1.0, 1.0]))
-    method = SI()
+    method = SI(10.0)
     for sign in (1.0, -1.0, -1.0):
         train_full_batch(model, method, lambda m, s=sign: s * 0.5 * m.theta[0] + 0 * m.theta[1], 1)
         method.path["theta"][0] *= sign  # a path with increasing loss
@@ -181,7 +181,7 @@ def test_importance_is_never_negative():
 def test_unused_and_frozen_parameters_have_no_importance():
     model = nn.ModuleDict({"used": nn.Linear(3, 1), "unused": nn.Linear(3, 1), "frozen": nn.Linear(3, 1)})
     model["frozen"].requires_grad_(False)
-    method = SI()
+    method = SI(10.0)
     x = torch.randn(8, 3)
     train_full_batch(model, method, lambda m: (m["used"](x) ** 2).mean(), 3)
     method.end_task(model, None)
@@ -192,7 +192,7 @@ def test_unused_and_frozen_parameters_have_no_importance():
 def test_consolidation_without_task_boundaries():
     h = torch.rand(3)
     model = ParameterVector(torch.randn(3))
-    method = SI(consolidate_every=5)
+    method = SI(1.0, consolidate_every=5)
     train_full_batch(model, method, quadratic_loss(h), 4)
     assert not method.omega.values
     train_full_batch(model, method, quadratic_loss(h), 1)
@@ -207,7 +207,7 @@ def test_consolidation_without_task_boundaries():
 
 def test_importances_add_up_and_the_anchor_moves():
     model = ParameterVector(torch.randn(3))
-    method = SI()
+    method = SI(1.0)
     omegas = []
     for _ in range(2):
         train_full_batch(model, method, quadratic_loss(torch.rand(3)), 5)
@@ -218,7 +218,7 @@ def test_importances_add_up_and_the_anchor_moves():
 
 def test_a_loop_that_does_not_call_the_hooks_is_refused():
     model = nn.Linear(2, 2)
-    method = SI()
+    method = SI(10.0)
     with pytest.raises(ValueError, match=r"not seen a step: call before_step\(model\) and after_step\(model\)"):
         method.end_task(model, None)
 
@@ -241,7 +241,7 @@ def test_penalties_of_other_methods_in_a_chain_enter_the_path():
     for strength in (0.0, 5.0):
         torch.manual_seed(0)
         model = nn.Linear(3, 2)
-        chain = L2(strength) + SI()
+        chain = L2(strength) + SI(10.0)
         x = torch.randn(16, 3)
         train(model, chain, (x, (x[:, 0] > 0).long()), epochs=1, batch_size=4)
         method = chain.methods[1]
@@ -261,7 +261,7 @@ def test_penalties_of_other_methods_in_a_chain_enter_the_path():
 def test_clipping_does_not_change_the_path_of_a_new_layer():
     """The path of a layer added in the second task uses its gradient before clipping changes it in place."""
     model = nn.Sequential(nn.Linear(3, 3))
-    method = SI()
+    method = SI(10.0)
     x = torch.randn(8, 3)
     train_full_batch(model, method, lambda m: (m(x) ** 2).mean(), 3)
     method.end_task(model, None)
@@ -279,7 +279,7 @@ def test_clipping_does_not_change_the_path_of_a_new_layer():
 
 def test_a_cached_penalty_gradient_is_not_reused_after_consolidation():
     model = ParameterVector(torch.randn(3))
-    method = SI()
+    method = SI(10.0)
     train_full_batch(model, method, quadratic_loss(torch.ones(3)), 5)
     method.end_task(model, None)
     with torch.no_grad():
@@ -293,7 +293,7 @@ def test_a_cached_penalty_gradient_is_not_reused_after_consolidation():
 
 def test_a_step_skipped_by_a_scaler_does_not_change_the_path():
     model = ParameterVector(torch.randn(3))
-    method = SI()
+    method = SI(10.0)
     train_full_batch(model, method, quadratic_loss(torch.ones(3)), 2)
     path = method.path["theta"].clone()
     model.theta.grad = torch.tensor([1.0, torch.inf, torch.nan])
@@ -304,7 +304,7 @@ def test_a_step_skipped_by_a_scaler_does_not_change_the_path():
 
 def test_hooks_in_the_wrong_order_are_refused():
     model = ParameterVector(torch.randn(3))
-    method = SI()
+    method = SI(10.0)
     with pytest.raises(ValueError, match=r"found no gradients: call it after loss.backward\(\)"):
         method.before_step(model)
     with pytest.raises(ValueError, match=r"after_step needs the before_step\(model\) of the same step"):

@@ -12,7 +12,7 @@ from everlearn.core.hyperparameters import NonNegative, Search
 from everlearn.core.parameters import Params, trainable_parameters
 from everlearn.core.traits import Traits
 from everlearn.curvature.diagonal import Diagonal
-from everlearn.methods.regularization.base import WEAK_WITH_NEW_CLASSES, QuadraticPenalty
+from everlearn.methods.regularization.base import WEAK_WITH_NEW_CLASSES, Auto, QuadraticPenalty
 
 
 @dataclass(eq=False)
@@ -25,7 +25,7 @@ class L2(QuadraticPenalty):
     importances are worth. There is one anchor, at the latest optimum.
 
     Args:
-        strength: weight of the penalty; 0 is fine-tuning.
+        strength: weight of the penalty: "auto" measures it (docs/strength.md); 0 is fine-tuning.
     """
 
     traits = Traits(
@@ -41,7 +41,7 @@ class L2(QuadraticPenalty):
         },
     )
 
-    strength: Annotated[NonNegative, Search(1e-4, 1e3, late=True)] = 0.1
+    strength: Annotated[NonNegative | Auto, Search(1e-4, 1e3, late=True)] = "auto"
 
     def end_task(self, model: nn.Module, task: Any) -> None:
         """Move the anchor to the current parameters."""
@@ -50,21 +50,23 @@ class L2(QuadraticPenalty):
 
         # Parameters that are frozen in this task keep the importance of an earlier one.
         frozen = {n: v for n, v in self.quadratic.form.diagonal().items() if n not in form.names}
-        self.applied_strength = float(self.strength)
-        importance = frozen | (form * self.strength).diagonal()
+        self.applied_strength = self._fixed_strength(self.strength)
+        importance = frozen | (form * self.applied_strength).diagonal()
         self.quadratic.move(self._round_form(Diagonal(importance)), theta)
 
     def _thaw(self, parameters: Params, weights: dict[str, float]) -> None:
         """Penalize thawed parameters like all others: frozen, they have stayed at θ*, and importances are equal."""
         strength = self.applied_strength
         if strength is None:
-            strength = self.strength
+            strength = self._fixed_strength(self.strength)
+        strength *= self.scale or 1.0
         importance = {n: _full_like(p, strength * weights[n]) for n, p in parameters.items()}
         thawed = self._round_form(self._offload_form(Diagonal(importance)))
         self.quadratic.form = Diagonal({**self.quadratic.form.diagonal(), **thawed.diagonal()})
 
         theta = {n: p.detach().clone() for n, p in parameters.items()}
         self.quadratic.anchor |= self._offload(theta)
+        self._active = None
 
 
 def _full_like(parameter: Tensor, value: float) -> Tensor:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from everlearn.core.batch import Batch
+from everlearn.core.chain import label
 from everlearn.core.check import describe_parameters, list_names
 from everlearn.core.method import Method
 from everlearn.core.parameters import (
@@ -26,6 +27,14 @@ from everlearn.core.parameters import (
 )
 from everlearn.curvature.diagonal import Diagonal
 from everlearn.curvature.quadratic import FORMS, Form, Quadratic, total
+from everlearn.curvature.step_limit import limit_curvature
+from everlearn.methods.regularization.optimizer_steps import OptimizerSteps
+from everlearn.methods.regularization.relative_strength import GradientProbe, relative_strength
+
+Auto = Literal["auto"]
+
+# The gradient of so many losses is enough for the strength, if no optimizer steps: a loop may have one of its own.
+MAX_PROBED_LOSSES = 16
 
 WEAK_WITH_NEW_CLASSES = "a penalty on parameters does not raise the outputs of old classes against those of new ones"
 
@@ -42,8 +51,15 @@ class QuadraticPenalty(Method):
     The gradient is computed in closed form for all parameters at once, at a cost that does not depend on the number
     of tasks. Where it is exactly zero, ``p.grad`` stays None, so that weight decay acts as in fine-tuning.
 
-    Each task keeps the strength under which it ended. Parameters that are frozen when a task ends get no importance;
-    if they become trainable later, a warning names them.
+    With ``strength="auto"`` the first gradient g of each task sets the strength λ of all importances so far, see
+    ``relative_strength`` and docs/strength.md:
+
+        λ = rms(g) / (mean(diag F) · rms(θ))
+
+    A strength that is a number belongs to the task that ends: each task keeps its own. Whatever the strength,
+    F is limited where gradient descent with the optimizer's learning rate would diverge (``limit_curvature``).
+
+    Parameters that are frozen when a task ends get no importance; if they become trainable later, a warning names them.
 
     Args:
         only: which parameters are penalized: a pattern such as ``"backbone.*"``, or patterns with weights, where the
@@ -69,13 +85,24 @@ class QuadraticPenalty(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.quadratic = Quadratic()
+        # λ of strength="auto", by which the stored quadratic is multiplied; None until it is measured in each task.
+        self.scale: float | None = None
+        self.last_scale: float | None = None  # of the last task that ended
         # Parameters without an importance, frozen when the last task ended, with their weights in ``only``.
         self.frozen: dict[str, float] = {}
+        # Learning rates of gradient descent by parameter name, and whether the optimizer has stepped in this task.
+        self.rates: dict[str, float] = {}
+        self.has_stepped = False
         # The strength of the last task that ended.
         self.applied_strength: float | None = None
         if self.half:
             # Seeds the rounding: saved, so that a resumed run continues the random sequence.
             self.num_stochastic_roundings = 0
+        # The quadratic that is added to the loss: the stored one, scaled and limited; None until it is computed.
+        self._active: Quadratic | None = None
+        self._probe: GradientProbe | None = None
+        self._steps: OptimizerSteps | None = None
+        self._warned_of_limit = False
 
     def begin_task(self, model: nn.Module, task: Any) -> None:
         """Warn if the last task has not ended."""
@@ -89,13 +116,15 @@ class QuadraticPenalty(Method):
             return 0.0
 
         self._check_statistics(model)
-        quadratic = self._effective_quadratic()
-        return self._note_loss(quadratic(model))
+        self._follow_optimizer(model)
+        if self._is_strength_unknown:
+            return self._note_loss(self._probe_gradient(model))
+        return self._note_loss(self._effective_quadratic()(model))
 
     def after_step(self, model: nn.Module) -> None:
         """Record which parameters the step has updated."""
-        if self.quadratic.anchor:
-            self._effective_quadratic().note_step(model)
+        if self._active is not None:
+            self._active.note_step(model)
 
     def describe(self, model: nn.Module, batch: Batch | None = None) -> dict[str, str]:
         """Return which parameters are penalized, now or at the end of the task."""
@@ -134,12 +163,13 @@ class QuadraticPenalty(Method):
         return 0.0
 
     def diagnostics(self) -> dict[str, float]:
-        """Return quantiles of the importances times their strength, of about a million of them at most."""
+        """Return the measured strength, and quantiles of importances times strength, of about a million of them."""
         if not self.quadratic.anchor:
             return {}
         form = self._effective_quadratic().form
+        measured = {} if self.last_scale is None else {"strength": self.last_scale}
         if not isinstance(form, Diagonal) or not form.values or any(map(is_sharded, form.values.values())):
-            return {}
+            return measured
 
         # A regular subsample: sorting all importances of a large model would take long.
         count = sum(v.numel() for v in form.values.values())
@@ -149,11 +179,15 @@ class QuadraticPenalty(Method):
         levels = torch.tensor([0.5, 0.9, 0.99, 1.0])
         positions = ((len(sample) - 1) * levels).round().long()
         quantiles = sample.sort().values[positions]
-        return {f"importance {100 * level:.0f} %": float(v) for level, v in zip(levels, quantiles, strict=True)}
+        return measured | {
+            f"importance {100 * level:.0f} %": float(v) for level, v in zip(levels, quantiles, strict=True)
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the state of a method of the same class; warn if its last task had a different strength."""
+        self._stop_probe()
         super().load_state_dict(state)
+        self._active = None
         strength = self._last_strength()
         if self.applied_strength is None or strength is None or strength == self.applied_strength:
             return
@@ -172,8 +206,101 @@ class QuadraticPenalty(Method):
         return None
 
     def _effective_quadratic(self) -> Quadratic:
-        """Return the quadratic that is added to the loss; subclasses may scale the stored one."""
+        """Return the quadratic that is added to the loss, limited to what the optimizer can follow."""
+        if self._active is None:
+            scaled = self._scale_quadratic()
+            self._active = limit_curvature(scaled, self.rates)
+            if self._active is not scaled and getattr(self, "strength", None) != "auto":
+                self._warn_of_limit()
+        return self._active
+
+    def _scale_quadratic(self) -> Quadratic:
+        """Return the quadratic before its limit; subclasses may scale the stored one."""
         return self.quadratic
+
+    def _warn_of_limit(self) -> None:
+        """Warn once that a strength is too large for the learning rate."""
+        if self._warned_of_limit:
+            return
+        self._warned_of_limit = True
+        rate = max(self.rates.values())
+        warnings.warn(
+            f"{label(self)} has importances times strength above {2 / rate:.3g}, on which gradient descent with "
+            f"learning rate {rate:.3g} diverges: they are limited to {1 / rate:.3g}. Use a smaller strength or "
+            'learning rate, strength="auto", or Adam.',
+            UserWarning,
+            stacklevel=4,
+        )
+
+    @property
+    def _is_strength_unknown(self) -> bool:
+        """Whether the strength waits for the first gradient of a task."""
+        return self.scale is None and bool(self.quadratic.anchor) and getattr(self, "strength", None) == "auto"
+
+    def _follow_optimizer(self, model: nn.Module, restart: bool = False) -> None:
+        """Be told of the steps of the optimizer that trains the model."""
+        if self._steps is None:
+            self._steps = OptimizerSteps(self._before_optimizer_step)
+        self._steps.follow(model, restart)
+
+    def _before_optimizer_step(self, model: nn.Module, rates: dict[str, float]) -> None:
+        """Set the strength from the gradients of the first step, and limit the penalty to what the step can follow."""
+        if not self.quadratic.anchor:
+            return
+        if self._is_strength_unknown:
+            gradient = {} if self._probe is None else self._probe.gradient()
+            # An attached method's penalty need not be in the loss: then p.grad is that of the loss, without a factor.
+            if not gradient:
+                gradient = {n: p.grad for n, p in trainable_parameters(model).items() if p.grad is not None}
+            self._measure_strength(model, gradient)
+            if self._is_strength_unknown:
+                self._follow_optimizer(model, restart=True)
+
+        # Within a task the limit stays when a rate falls. Another task may have another optimizer.
+        old_rates = self.rates if self.has_stepped else {}
+        new_rates = old_rates | {n: max(rate, old_rates.get(n, 0.0)) for n, rate in rates.items()}
+        self.has_stepped = True
+        if new_rates != self.rates:
+            self.rates = new_rates
+            self._active = None
+
+    def _probe_gradient(self, model: nn.Module) -> Tensor:
+        """Return a zero to be added to the loss, in place of the penalty, that measures the gradient of the loss."""
+        parameters = remembered_parameters(model, self.quadratic.anchor, None, self.quadratic.widened)
+        whole_parameters = {n: p for n, p in trainable_parameters(model).items() if n in parameters}
+        if not whole_parameters:  # all are frozen
+            return torch.zeros(())
+        if self._probe is None or not self._probe.is_of(whole_parameters):
+            self._stop_probe()
+            self._probe = GradientProbe(whole_parameters)
+        self._probe.num_penalties += 1
+        if self._probe.num_penalties > MAX_PROBED_LOSSES:
+            self._measure_strength(model, self._probe.gradient())
+            if not self._is_strength_unknown:
+                return self._effective_quadratic()(model)
+        assert self._probe is not None
+        return self._probe.zero
+
+    def _measure_strength(self, model: nn.Module, gradient: Params) -> None:
+        """Set λ from a gradient of the new task's loss."""
+        theta = remembered_parameters(model, self.quadratic.anchor, None, self.quadratic.widened)
+        self._stop_probe()
+        scale = relative_strength(gradient, self.quadratic.form, theta)
+        if scale is not None:
+            self._rescale(scale)
+
+    def _rescale(self, scale: float | None) -> None:
+        """Multiply the stored quadratic by λ, or divide it by the last λ if ``scale`` is None."""
+        factor = (scale or 1.0) / (self.scale or 1.0)
+        if factor != 1:
+            self.quadratic.rescale(factor)
+        self.scale = scale
+        self._active = None
+
+    def _stop_probe(self) -> None:
+        if self._probe is not None:
+            self._probe.remove()
+            self._probe = None
 
     def _notice_thawed(self, parameters: Params) -> None:
         """Handle trainable parameters that were frozen when the last task ended."""
@@ -203,8 +330,12 @@ class QuadraticPenalty(Method):
         self.quadratic.move(self._round_form(form), theta)
 
     def _select_importance(self, model: nn.Module, importance: Form | Params) -> tuple[Form, Params]:
-        """Check an importance and weight it by ``only``; return it with a copy of the parameters to penalize."""
+        """Check an importance and weight it by ``only``; return it with a copy of the parameters to penalize.
+
+        The stored quadratic is unscaled, so that the importance can be added to it.
+        """
         self._open_task = None
+        self._begin_consolidation(model)
         form = _as_form(importance)
         trainable = trainable_parameters(model)
         parameters = all_parameters(model)
@@ -228,6 +359,18 @@ class QuadraticPenalty(Method):
         check_finite(theta)
         self._note_frozen(parameters, weights)
         return self._offload_form(form.weighted(weights)), self._offload(theta)
+
+    def _begin_consolidation(self, model: nn.Module) -> None:
+        """Undo the scale of the stored quadratic; the next task measures a new one, and the learning rate again."""
+        self._stop_probe()
+        self.last_scale = self.scale
+        self._rescale(None)
+        self._follow_optimizer(model, restart=True)
+        self.has_stepped = False
+
+    def _fixed_strength(self, strength: float | Auto) -> float:
+        """Return the strength by which importances are multiplied when a task ends; 1 if it is measured later."""
+        return 1.0 if strength == "auto" else float(strength)
 
     def _note_frozen(self, parameters: Params, weights: dict[str, float]) -> None:
         """Record which of the selected parameters are frozen and have no importance from an earlier task."""

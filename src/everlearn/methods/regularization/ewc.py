@@ -16,7 +16,7 @@ from everlearn.curvature.diagonal import Diagonal
 from everlearn.curvature.fisher import Structure, fisher
 from everlearn.curvature.kronecker import Kronecker
 from everlearn.curvature.quadratic import Form, Quadratic, total
-from everlearn.methods.regularization.base import WEAK_WITH_NEW_CLASSES, QuadraticPenalty
+from everlearn.methods.regularization.base import WEAK_WITH_NEW_CLASSES, Auto, QuadraticPenalty
 
 
 @dataclass(eq=False)
@@ -38,8 +38,8 @@ class EWC(QuadraticPenalty):
     them, then the oldest two are merged (``Kronecker.compact``).
 
     Args:
-        strength: λ, one for all tasks or a tuple with one for each. Bayes' rule gives 1 for mean losses over equally
-            many examples. Benchmarks often need far more: tune it.
+        strength: λ: "auto" measures it (docs/strength.md); a number for all tasks, or a tuple with one for
+            each. Bayes' rule gives 1 for mean losses over equally many examples. Benchmarks often need far more.
         mode: an anchor per task, or the latest alone.
         labels: of the Fisher information, see ``curvature.fisher``. "auto" costs about one training epoch for any
             number of outputs: it is exact for two classes, and an unbiased random estimate for more. "exact" takes a
@@ -47,7 +47,7 @@ class EWC(QuadraticPenalty):
         structure: of the Fisher information; "full" is for models of a few thousand parameters.
         decay: γ.
         average: average F̃ over tasks, weighted with γ, instead of summing it (Maltoni & Lomonaco, 2019); online only.
-        prior: λ_prior.
+        prior: λ_prior; with strength="auto" in units of F, as ``cap``.
         cap: upper limit of λF, after averaging; diagonal only. Gradient descent with rate η diverges where η λF > 2,
             so that 1/η is a natural limit.
         examples: how many examples the Fisher information is computed on, drawn at random (the first ones if the data
@@ -65,7 +65,7 @@ class EWC(QuadraticPenalty):
         weak={"class": WEAK_WITH_NEW_CLASSES},
     )
 
-    strength: Annotated[NonNegative | tuple[float, ...], Search(1, 1e10, late=True)] = 100.0
+    strength: Annotated[NonNegative | tuple[float, ...] | Auto, Search(1, 1e10, late=True)] = "auto"
     mode: Literal["separate", "online"] = "separate"
     labels: Labels = "auto"
     structure: Structure = "diagonal"
@@ -88,21 +88,16 @@ class EWC(QuadraticPenalty):
             raise ValueError(f"EWC.strength: got {self.strength}, allowed: 0 or more for each task.")
         self.tasks = 0
         self.weight = 0.0  # Σₖ γ^(t-k)
-        self._scaled_quadratic: Quadratic | None = None  # computed once per task
-
-    def _effective_quadratic(self) -> Quadratic:
-        if self._scaled_quadratic is None:
-            self._scaled_quadratic = self._scale_quadratic()
-        return self._scaled_quadratic
 
     def _scale_quadratic(self) -> Quadratic:
         """Return the quadratic with γ F̃ + λ_prior: divided by the total weight if averaged, and clamped to ``cap``."""
         factor = self.decay
         if self.average:
             factor = self.decay / self.weight
+        scale = self.scale or 1.0
         prior = 0.0
         if self.mode == "online":
-            prior = self.prior
+            prior = self.prior * scale
         if factor == 1 and not prior and self.cap is None:
             return self.quadratic
 
@@ -110,7 +105,7 @@ class EWC(QuadraticPenalty):
         if prior:
             form = form.damped(prior)
         if self.cap is not None:
-            form = Diagonal({n: v.clamp(max=self.cap) for n, v in form.diagonal().items()})
+            form = Diagonal({n: v.clamp(max=self.cap * scale) for n, v in form.diagonal().items()})
         return replace(self.quadratic, form=form)
 
     def end_task(self, model: nn.Module, task: Any) -> None:
@@ -151,7 +146,6 @@ class EWC(QuadraticPenalty):
         self.quadratic.form = self._round_form(self.quadratic.form)
         self.tasks += 1
         self.weight = self.decay * self.weight + 1
-        self._scaled_quadratic = None
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the state of an EWC with the same settings."""
@@ -159,12 +153,11 @@ class EWC(QuadraticPenalty):
         if state.get("tasks") and kind != self.structure:
             raise ValueError(f"This state is of structure={kind!r}, this EWC has {self.structure!r}.")
         super().load_state_dict(state)
-        self._scaled_quadratic = None
 
     def _task_strength(self) -> float:
-        """Return λ of the task that ends."""
+        """Return λ of the task that ends; 1 if it is measured in the next task."""
         if not isinstance(self.strength, tuple):
-            return float(self.strength)
+            return self._fixed_strength(self.strength)
         if self.tasks >= len(self.strength):
             raise ValueError(
                 f"EWC.strength has {len(self.strength)} values, this is task {self.tasks + 1}: give one for each."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from torch import Tensor, nn
 
@@ -11,7 +11,7 @@ from everlearn.core.batch import Batch
 from everlearn.core.data_source import inputs_alone
 from everlearn.core.forward import read_outputs
 from everlearn.core.hyperparameters import NonNegative, Range, Search
-from everlearn.core.likelihood import Categorical, Likelihood
+from everlearn.core.likelihood import Categorical, Gaussian, Likelihood
 from everlearn.core.method import Method
 from everlearn.core.traits import Traits
 from everlearn.methods.regularization.teacher import (
@@ -44,8 +44,9 @@ class LwF(Method):
     without T.
 
     Args:
-        strength: λ_o; 0 is fine-tuning. The weights of van de Ven & Tolias (2019), 1/t and (1 - 1/t) T², correspond
-            to T² here, up to the scale of the total loss.
+        strength: λ_o; 0 is fine-tuning. "auto" is T², which undoes the 1/T² in the gradient of the KL divergence
+            (Hinton et al., 2015), and 1 for Gaussian outputs. The weights of van de Ven & Tolias (2019), 1/t and
+            (1 - 1/t) T², correspond to it, up to the scale of the total loss.
         temperature: T; higher values also preserve small probabilities.
         refuse_new: include outputs that are new to an old task in the softmax of z, with target 0, as van de Ven &
             Tolias do in class-incremental learning: the model also learns that new images have no new class.
@@ -67,7 +68,7 @@ class LwF(Method):
         },
     )
 
-    strength: Annotated[NonNegative, Search(1e-2, 100, late=True)] = 1.0
+    strength: Annotated[NonNegative | Literal["auto"], Search(1e-2, 100, late=True)] = "auto"
     temperature: Annotated[float, Range(1e-3), Search(0.5, 10, late=True)] = 2.0
     refuse_new: bool = False
     warmup: Annotated[int, Range(0)] = 0
@@ -139,7 +140,13 @@ class LwF(Method):
             student = (z, batch.allowed) if self.refuse_new else None
             self._groups = distillation_groups(teacher, self.current_task, t, student)
             check_distillable(batch.likelihood, t, self._groups)
-        return self._note_loss(self.strength * self._distillation_loss(batch, t, z, self._groups))
+        return self._note_loss(self._weigh(batch.likelihood) * self._distillation_loss(batch, t, z, self._groups))
+
+    def _weigh(self, likelihood: Likelihood) -> float:
+        """Return λ_o; T² if it is "auto", and 1 for outputs that have no temperature."""
+        if self.strength != "auto":
+            return self.strength
+        return 1.0 if isinstance(likelihood, Gaussian) else self.temperature**2
 
     def _distillation_loss(self, batch: Batch, t: Tensor, z: Tensor, groups: list[DistillationGroup]) -> Tensor:
         """Return Σₖ KL(teacher ‖ model), a mean over labels that count."""

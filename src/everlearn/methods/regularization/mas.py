@@ -14,7 +14,7 @@ from everlearn.core.traits import Traits
 from everlearn.curvature.cotangents import estimate_epochs
 from everlearn.curvature.quadratic import Form
 from everlearn.curvature.sensitivity import Norm, count_sensitivity_passes, sensitivity
-from everlearn.methods.regularization.base import WEAK_WITH_NEW_CLASSES, QuadraticPenalty
+from everlearn.methods.regularization.base import WEAK_WITH_NEW_CLASSES, Auto, QuadraticPenalty
 
 
 @dataclass(eq=False)
@@ -32,7 +32,7 @@ class MAS(QuadraticPenalty):
     batch, so that Ω does not depend on the batch size.
 
     Args:
-        strength: λ; 0 is fine-tuning.
+        strength: λ: "auto" measures it (docs/strength.md); 0 is fine-tuning.
         norm: "squared" as above; "vector" sums ``|∂ f_c(x) / ∂θᵢ|`` over the outputs c, with one backward pass each;
             "local" uses each layer's output instead of the network's (Hebbian learning).
         decay: factor on earlier importances; 1 sums them, 0 keeps those of the last task alone.
@@ -48,7 +48,7 @@ class MAS(QuadraticPenalty):
         weak={"class": WEAK_WITH_NEW_CLASSES},
     )
 
-    strength: Annotated[NonNegative, Search(1e-3, 1e4, late=True)] = 0.1
+    strength: Annotated[NonNegative | Auto, Search(1e-3, 1e4, late=True)] = "auto"
     norm: Norm = "squared"
     decay: Annotated[float, Range(0, 1), Search(0.5, 1, log=False, late=True)] = 1.0
 
@@ -62,6 +62,6 @@ class MAS(QuadraticPenalty):
 
     def consolidate(self, model: nn.Module, importance: Form | Params) -> None:
         """Update Ω with any importance, a tensor per parameter name, and set θ* to the current parameters."""
-        self.applied_strength = float(self.strength)
+        self.applied_strength = self._fixed_strength(self.strength)
         # The quadratic is ½ δᵀFδ and the penalty λ δᵀΩδ without a ½, so F = 2λΩ.
-        self._update_quadratic(model, importance, scale=2 * self.strength, decay=self.decay)
+        self._update_quadratic(model, importance, scale=2 * self.applied_strength, decay=self.decay)

@@ -160,6 +160,7 @@ class PathIntegral(QuadraticPenalty):
             self.quadratic.anchor[name] = anchor
             if name in self.omega.values:
                 self.omega.values[name] = grown(self.omega.values[name], theta.shape)
+                self._active = None
 
             if path is None:
                 self.path[name] = torch.zeros_like(theta, dtype=accumulate_dtype(theta))

@@ -13,7 +13,7 @@ from everlearn.core.hyperparameters import NonNegative, Range, Search
 from everlearn.core.parameters import Params, all_parameters, check_finite, select_by_pattern, trainable_parameters
 from everlearn.core.traits import Traits
 from everlearn.curvature.diagonal import Diagonal, grown_sum, to_device_of
-from everlearn.methods.regularization.base import WEAK_WITH_NEW_CLASSES
+from everlearn.methods.regularization.base import WEAK_WITH_NEW_CLASSES, Auto
 from everlearn.methods.regularization.path_integral import PathIntegral
 
 
@@ -31,7 +31,7 @@ class SI(PathIntegral):
     methods count as part of the task loss.
 
     Args:
-        strength: c; 0 is fine-tuning.
+        strength: c: "auto" measures it (docs/strength.md); 0 is fine-tuning.
         damping: ξ, bounds the importance of a parameter that has hardly moved.
         consolidate_every: consolidate after this many steps instead of at the end of a task, for streams without
             task boundaries.
@@ -47,7 +47,7 @@ class SI(PathIntegral):
         weak={"class": WEAK_WITH_NEW_CLASSES},
     )
 
-    strength: Annotated[NonNegative, Search(1e-2, 1e5, late=True, unless="consolidate_every")] = 10.0
+    strength: Annotated[NonNegative | Auto, Search(1e-2, 1e5, late=True, unless="consolidate_every")] = "auto"
     damping: Annotated[float, Range(1e-12), Search(1e-4, 1, late=True, unless="consolidate_every")] = 0.1
     consolidate_every: Annotated[int, Range(1)] | None = None
 
@@ -79,12 +79,17 @@ class SI(PathIntegral):
         if not names:
             return
         self._check_statistics(model)
+        self._follow_optimizer(model)
+        if self._is_strength_unknown:
+            self._measure_strength(model, self._task_gradient)
+            if self._is_strength_unknown:
+                self._task_gradient = {n: g.clone() for n, g in self._task_gradient.items()}
+                return
+        importances = self._effective_quadratic().form.diagonal()
 
         # In place: new tensors of the model's size would take longer than the arithmetic.
         gradients = self._displacement(names)
-        omega = [
-            to_device_of(self.omega.values[n], delta).to(delta.dtype) for n, delta in zip(names, gradients, strict=True)
-        ]
+        omega = [to_device_of(importances[n], delta).to(delta.dtype) for n, delta in zip(names, gradients, strict=True)]
         torch._foreach_mul_(gradients, omega)
         for name, gradient in zip(names, gradients, strict=True):
             p = self._theta[name]
@@ -117,6 +122,8 @@ class SI(PathIntegral):
     def _consolidate(self, model: nn.Module) -> None:
         """Set Ω ← max(0, Ω + ω / ((θ - θ*)² + ξ)), θ* ← θ and ω ← 0."""
         self._open_task = None
+        self._begin_consolidation(model)
+        self.applied_strength = self._fixed_strength(self.strength)
         parameters = all_parameters(model)
         weights = select_by_pattern(parameters, self.only)
         theta = {n: p.detach().clone() for n, p in trainable_parameters(model).items() if n in self.path}
@@ -125,7 +132,7 @@ class SI(PathIntegral):
         importance: Params = {}
         for name, value in theta.items():
             delta = value - to_device_of(self.quadratic.anchor[name], value)
-            scale = 2 * self.strength * weights[name]
+            scale = 2 * self.applied_strength * weights[name]
             omega = scale * self.path[name] / (delta.square() + self.damping)
             old_omega = self.omega.values.get(name)
             if old_omega is not None:
@@ -135,7 +142,6 @@ class SI(PathIntegral):
 
         # Parameters that are currently frozen keep their importance.
         form = Diagonal({**self.omega.values, **importance})
-        self.applied_strength = float(self.strength)
         self.quadratic.move(self._round_form(self._offload_form(form)), self._offload(theta))
 
         # Importances come from steps: parameters frozen during them have none, even if they are trainable by now.

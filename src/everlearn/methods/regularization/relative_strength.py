@@ -1,0 +1,111 @@
+"""A strength without a search: the scale of the penalty, measured from the first gradient of a task."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from everlearn.core.parameters import Params, inner, leading_block, squared_size
+from everlearn.curvature.diagonal import to_device_of
+from everlearn.curvature.quadratic import Form
+from everlearn.runtime import distributed
+
+
+def relative_strength(gradient: Mapping[str, Tensor], form: Form, theta: Mapping[str, Tensor]) -> float | None:
+    """Compute the strength at which a penalty weighs as much as the loss of a new task.
+
+        λ = rms(g) / (mean(diag F) · rms(θ))
+
+    The gradient of the penalty ½ λ δᵀFδ is then as large as g at a distance of rms(θ) from the anchor. λ cancels the
+    scale of F, and follows the scales of the loss and of the parameters. It is rounded to a power of two: F can be
+    multiplied by it, and divided again, without a rounding error.
+
+    Args:
+        gradient: g of the new task's loss, by parameter name; missing ones count as zero.
+        form: F.
+        theta: θ, the old entries alone where layers have grown.
+
+    Returns:
+        λ; None where it is not defined, because g, F or θ is zero or g is not finite.
+
+    >>> from everlearn.curvature.diagonal import Diagonal
+    >>> form = Diagonal({"w": torch.tensor([0.1, 0.3])})
+    >>> relative_strength({"w": torch.tensor([3.0, 4.0])}, form, {"w": torch.ones(2)})
+    16.0
+    """
+    num_entries = 0
+    gradient_sum = 0.0
+    importance_sum = 0.0
+    theta_sum = 0.0
+    for name, importance in form.diagonal().items():
+        if name not in theta:
+            continue
+        total_importance = _sum(importance)
+        # A parameter without any importance is not penalized: its size does not matter.
+        if not total_importance:
+            continue
+        num_entries += importance.numel()
+        importance_sum += total_importance
+        theta_sum += _sum(squared_size(theta[name].detach()))
+        if name in gradient:
+            g = gradient[name].to_dense() if gradient[name].is_sparse else gradient[name]
+            gradient_sum += _sum(squared_size(leading_block(g, theta[name].shape)))
+
+    # Each process has the gradient of its own share of the batch.
+    gradient_sum = distributed.sum_across(gradient_sum) / distributed.world_size()
+    if not all(0 < total < math.inf for total in (gradient_sum, importance_sum, theta_sum)):
+        return None
+    mean_importance = importance_sum / num_entries
+    strength = math.sqrt(gradient_sum / num_entries) / (mean_importance * math.sqrt(theta_sum / num_entries))
+    return float(2.0 ** round(math.log2(strength)))
+
+
+def _sum(tensor: Tensor) -> float:
+    """Sum all entries, across processes if sharded."""
+    values = tensor.float()
+    return float(inner(values, torch.ones_like(values)))
+
+
+class GradientProbe:
+    """The gradient of the loss in the first step of a task, from hooks on the parameters.
+
+    The loop adds ``zero`` to its loss, in place of the penalty. The gradient of this zero is the factor of the loss: of
+    a gradient scaler, or of micro-batches that are accumulated. The hooks see gradients before they are clipped.
+
+    Args:
+        parameters: by name.
+    """
+
+    def __init__(self, parameters: Params) -> None:
+        device = next(iter(parameters.values())).device
+        self.zero = torch.zeros((), device=device, requires_grad=True)
+        self.num_penalties = 0
+        self._sums: Params = {}
+        self._parameters = parameters
+        self._handles = [p.register_hook(self._record(name)) for name, p in parameters.items()]
+
+    def is_of(self, parameters: Params) -> bool:
+        """Whether the hooks are on these parameters, and not on those of a copy of the model."""
+        return all(self._parameters.get(name) is p for name, p in parameters.items())
+
+    def gradient(self) -> Params:
+        """Return the gradient of the loss without its factor; empty before the first backward pass."""
+        if self.zero.grad is None:
+            return {}
+        factor = self.zero.grad
+        return {name: g / to_device_of(factor, g) for name, g in self._sums.items()}
+
+    def remove(self) -> None:
+        """Remove the hooks from the parameters."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _record(self, name: str) -> Callable[[Tensor], None]:
+        def add_gradient(gradient: Tensor) -> None:
+            old_sum = self._sums.get(name)
+            self._sums[name] = gradient.detach().clone() if old_sum is None else old_sum + gradient.detach()
+
+        return add_gradient
