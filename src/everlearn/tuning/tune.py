@@ -115,12 +115,13 @@ def tune(
             method,
             dimensions,
             seed_stream,
-            seed_training,
-            optimizer,
-            keep_optimizer,
+            seed_training.seed,
             torch_device,
             folder,
             checkpoint,
+            seed_training,
+            optimizer,
+            keep_optimizer,
         )
         for seed_stream, seed_training in zip(seed_streams, trainings, strict=True)
     ]
