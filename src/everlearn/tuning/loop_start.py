@@ -326,15 +326,8 @@ class LoopStart(Start):
         return model_copy, method_copy
 
     def _digest(self, model: nn.Module, method: Method) -> str | None:
-        """Hash everything that decides how a run continues; a copied method is not attached to a loop."""
-        attached_parts = {part: part._attached for part in list_parts(method) if part._attached is not None}
-        for part in attached_parts:
-            part._attached = None
-        try:
-            return fingerprint([model, _modes(model), method, self._random_states()])
-        finally:
-            for part, attachment in attached_parts.items():
-                part._attached = attachment
+        """Hash everything that decides how a run continues; None if it cannot be hashed."""
+        return fingerprint([model, _modes(model), method.state_dict(), self._random_states()])
 
     def _state(self, run: LoopRun) -> State:
         """Collect what another process needs to resume, as tensors, numbers and lists of them."""
