@@ -2,7 +2,7 @@
 
 import multiprocessing
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import numpy as np
@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import everlearn
 from everlearn import DER, EWC, GEM, L2, MAS, SI, SLCA, LwF, Method, streams, tune
 from everlearn.trainer import Training
+from everlearn.trainer.checkpoints import Checkpoints
 from everlearn.tuning import Search
 from everlearn.tuning.search_space import with_values
 from tests.tuning.studies import NEEDS_FORK, Harmful, digits, make_net, use_one_step
@@ -179,7 +180,7 @@ def consolidate(model, method, task):
         optimizer.zero_grad()
         (F.cross_entropy(model(x), y) + method.penalty(model)).backward()
         optimizer.step()
-    method.consolidate(model, {name: torch.ones_like(p) for name, p in model.named_parameters()})
+    method.consolidate(model, importance={name: torch.ones_like(p) for name, p in model.named_parameters()})
 
 
 @pytest.mark.parametrize(
@@ -213,6 +214,26 @@ def test_model_that_cannot_be_copied_is_trained_separately(tmp_path):
         study = tune(Hooked, EWC(), make_tasks(), train=train, evaluate=evaluate, trials=2, out=tmp_path, **STRENGTHS)
     for trial in study.trials:
         rows, _ = train_alone(EWC(**trial.values), make_model=Hooked)
+        check_scores(trial, rows)
+
+
+def widen_and_train(model, method, task):
+    model[1] = torch.nn.Sequential(model[1], torch.nn.Linear(16, 16))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for x, y in task[0]:
+        optimizer.zero_grad()
+        (F.cross_entropy(model(x), y) + method.penalty(model)).backward()
+        optimizer.step()
+    method.end_task(model=model, task=task[0])
+
+
+def test_changed_architecture_writes_no_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setattr(Checkpoints, "write", lambda *_: pytest.fail("a new model could not load it"))
+    method = MAS(only="4.*")
+    settings = {"train": widen_and_train, "evaluate": evaluate, "trials": 2, "out": tmp_path, **STRENGTHS}
+    study = tune(make_model, method, make_tasks(), **settings)
+    for trial in study.trials:
+        rows, _ = train_alone(replace(method, **trial.values), widen_and_train)
         check_scores(trial, rows)
 
 

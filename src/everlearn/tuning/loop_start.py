@@ -8,7 +8,8 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, wraps
+from functools import cached_property, partial, wraps
+from inspect import BoundArguments, signature
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,8 @@ from everlearn.tuning.start import OnRows, Start
 
 TrainFunction = Callable[[nn.Module, Method, Any], object]
 EvaluateFunction = Callable[[nn.Module, Method, Any], float]
-OnEndTask = Callable[[Method, str, nn.Module, Any, Callable[[], None]], None]
-"""Called in place of ``end_task`` with the method, the hook's name, its arguments, and a function that runs it."""
+OnEndTask = Callable[[str, BoundArguments, Callable[[], None]], None]
+"""Called in place of ``end_task`` with the hook's name, its arguments (method, model, data), and what runs it."""
 
 
 @dataclass
@@ -76,14 +77,14 @@ class FirstTask:
     Args:
         model: copy of the model.
         method: copy of the method.
-        data: the data that ``end_task`` gets.
+        data: the arguments of ``end_task`` after the model.
         random_states: global random states, and those of the tasks' own generators.
         seconds: time of the training.
     """
 
     model: nn.Module
     method: Method
-    data: Any
+    data: Sequence[Any]
     random_states: tuple[RandomStates, list[torch.Tensor]]
     seconds: float = 0.0
 
@@ -115,7 +116,7 @@ class LoopStart(Start):
             )
         if self.evaluate is None:
             for number, task in enumerate(self.stream.test_tasks, 1):
-                if getattr(task, "valid", None) is None or not isinstance(task, Task):
+                if not isinstance(task, Task) or task.valid is None:
                     raise ValueError(
                         f"Tuning needs validation data, and task {number} has none: make the stream with valid=0.1, or "
                         "give evaluate=, a function of (model, method, task) that returns the score on held-out data."
@@ -129,13 +130,12 @@ class LoopStart(Start):
 
     def config(self, method: Method) -> dict[str, Any]:
         """Configuration of the run with a method."""
-        is_everlearn_stream = all(isinstance(task, Task) for task in self.stream)
         score_name = "score"
         if self.evaluate is None:
             score_name = self.stream.test_tasks[0].likelihood.score_name
         return {
             "stream": json_settings({"name": self.stream.name, **self.stream.settings, "tasks": self.num_tasks}),
-            "scenario": self.stream.scenario if is_everlearn_stream else "",
+            "scenario": self.stream.scenario,
             "score": score_name,
             "method": label(method),
             "fields": repr(method),
@@ -149,9 +149,9 @@ class LoopStart(Start):
     @cached_property
     def _fingerprints(self) -> dict[str, str | None]:
         """Hashes of data, model and functions, before any of them is used."""
-        is_everlearn_stream = all(isinstance(task, Task) for task in self.stream)
+        are_everlearn_tasks = all(isinstance(task, Task) for task in self.stream)
         return {
-            "data": data_of(self.stream) if is_everlearn_stream else fingerprint(self.stream.tasks),
+            "data": data_of(self.stream) if are_everlearn_tasks else fingerprint(self.stream.tasks),
             "model": fingerprint_model(self._initial_model),
             "loop": fingerprint([self.train, self.evaluate]),
         }
@@ -198,13 +198,13 @@ class LoopStart(Start):
         number = run.task_index + 1
         has_ended = False
 
-        def note_end(part: Method, hook: str, model: nn.Module, data: Any, run_hook: Callable[[], None]) -> None:
+        def note_end(hook: str, call: BoundArguments, run_hook: Callable[[], None]) -> None:
             nonlocal has_ended
             has_ended = True
             if on_end_task is None:
                 run_hook()
             else:
-                on_end_task(part, hook, model, data, run_hook)
+                on_end_task(hook, call, run_hook)
 
         # Gradients are no part of a checkpoint.
         for p in _parameters(run.model, run.method):
@@ -272,10 +272,10 @@ class LoopStart(Start):
         end_digest: str | None = None
         problem = "train does not call method.end_task with the model that it gets."
 
-        def copy_and_end(part: Method, hook: str, model: nn.Module, data: Any, run_hook: Callable[[], None]) -> None:
+        def copy_and_end(hook: str, call: BoundArguments, run_hook: Callable[[], None]) -> None:
             nonlocal first_task, end_digest, problem
-            if part is run.method and hook == "end_task" and model is run.model:
-                first_task, problem = self._copy_first_task(run, data)
+            if hook == "end_task" and call.args[:2] == (run.method, run.model) and not call.kwargs:
+                first_task, problem = self._copy_first_task(run, call.args[2:])
             run_hook()
             end_digest = self._digest(run.model, run.method)
 
@@ -292,7 +292,7 @@ class LoopStart(Start):
         warnings.warn(f"Trials do not share the first task: {problem}", stacklevel=2)
         return None
 
-    def _copy_first_task(self, run: LoopRun, data: Any) -> tuple[FirstTask | None, str]:
+    def _copy_first_task(self, run: LoopRun, data: Sequence[Any]) -> tuple[FirstTask | None, str]:
         """Copy the state before ``end_task``; returns None and the reason if the copy would not continue equally."""
         try:
             model, method = self._copy(run.model, run.method)
@@ -310,7 +310,7 @@ class LoopStart(Start):
         run.clock.add({"train": first_task.seconds})
         self._restore_random_states(first_task.random_states)
         set_values(run.method, self.dimensions, values)
-        run.method.end_task(run.model, first_task.data)
+        run.method.end_task(run.model, *first_task.data)
         return run
 
     def _copy(self, model: nn.Module, method: Method) -> tuple[nn.Module, Method]:
@@ -406,7 +406,7 @@ def as_stream(tasks: Any) -> Stream:
         return tasks
     if not isinstance(tasks, (list, tuple)) or not tasks:
         raise TypeError(f"Give a Stream, or a list of the tasks that train gets one by one, got {tasks!r}.")
-    return Stream(list(tasks), scenario="task", name="tasks")
+    return Stream(list(tasks), scenario="", name="tasks")  # type: ignore[arg-type] # the scenario is the user's
 
 
 @contextmanager
@@ -422,12 +422,14 @@ def _watch_end_task(method: Method, on_end_task: OnEndTask) -> Iterator[None]:
         original = getattr(cls, hook)
 
         @wraps(original)
-        def watched(self: Method, model: nn.Module, task: Any) -> None:
-            if all(self is not part for part in parts):
-                original(self, model, task)
-                return
-            restore()
-            on_end_task(self, hook, model, task, lambda: original(self, model, task))
+        def watched(self: Method, *args: Any, **kwargs: Any) -> None:
+            call = signature(original).bind(self, *args, **kwargs)
+            run_hook = partial(original, *call.args, **call.kwargs)
+            if any(self is part for part in parts):
+                restore()
+                on_end_task(hook, call, run_hook)
+            else:
+                run_hook()
 
         original_hooks.append((cls, hook, vars(cls).get(hook)))
         setattr(cls, hook, watched)
