@@ -22,6 +22,13 @@ from tests.tuning.studies import NEEDS_FORK, Harmful, digits, make_net, use_one_
 STRENGTHS = {"fields": {"strength": (1, 1e6)}, "prune": False}
 
 
+@pytest.fixture(autouse=True)
+def keep_study_in_memory(request, monkeypatch):
+    """Create no database, which takes longer than these trials, except for tests that read a study again."""
+    if "resumed" not in request.node.name and "belongs" not in request.node.name:
+        monkeypatch.setattr("everlearn.tuning.storage._storage", lambda optuna, _: optuna.storages.InMemoryStorage())
+
+
 def make_model():
     return torch.nn.Sequential(
         torch.nn.Flatten(), torch.nn.Linear(64, 16), torch.nn.ReLU(), torch.nn.Dropout(0.2), torch.nn.Linear(16, 2)
@@ -153,15 +160,15 @@ def test_trials_equal_naive_loop_bit_for_bit(method, loop, name, times, tmp_path
     assert repr(study.method) == repr(with_values(method, study.dimensions, [study.best.values[name]]))
 
 
-def test_loaders_with_generators_start_every_trial_equally(tmp_path):
-    tasks = make_tasks(torch.Generator().manual_seed(7))
-    settings = {"train": train, "evaluate": evaluate, **STRENGTHS}
-    study = tune(make_model, EWC(), tasks, trials=2, out=tmp_path, **settings)
+@pytest.mark.parametrize("method", [EWC(), EarlyDecay()], ids=["shared", "separate"])
+def test_loaders_with_generators_start_every_trial_equally(method, tmp_path):
+    generator = torch.Generator().manual_seed(7)
+    tasks = make_tasks(generator)
+    settings = {"train": train, "evaluate": evaluate, "trials": 2, "prune": False, "out": tmp_path}
+    study = tune(make_model, method, tasks, on_trial=lambda *_: next(iter(tasks[0][0])), **settings)
     for trial in study.trials:
-        rows, _ = train_alone(EWC(**trial.values), generator=torch.Generator().manual_seed(7))
+        rows, _ = train_alone(replace(method, **trial.values), generator=torch.Generator().manual_seed(7))
         check_scores(trial, rows)
-    # The tasks are as before, so that the study is found.
-    assert len(tune(make_model, EWC(), tasks, trials=2, out=tmp_path, **settings).trials) == 2
 
 
 def draw_after_end(model, method, task):
@@ -187,7 +194,7 @@ def consolidate(model, method, task):
     ("loop", "reason"),
     [
         (draw_after_end, "after method.end_task"),
-        (consolidate_twice, "after method.end_task"),
+        pytest.param(consolidate_twice, "after method.end_task", marks=pytest.mark.slow),
         (consolidate, "does not call"),
     ],
 )
@@ -227,6 +234,7 @@ def widen_and_train(model, method, task):
     method.end_task(model=model, task=task[0])
 
 
+@pytest.mark.slow
 def test_changed_architecture_writes_no_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setattr(Checkpoints, "write", lambda *_: pytest.fail("a new model could not load it"))
     method = MAS(only="4.*")
@@ -265,6 +273,7 @@ def test_stream_is_scored_on_validation_data(tmp_path):
     assert all(result.config["scenario"] == "class" for result in results)
 
 
+@pytest.mark.slow
 def test_parts_of_a_task_are_scored_together(tmp_path):
     stream = streams.online(digits(), chunk=40)
     trained = []
@@ -379,7 +388,6 @@ def train_other_model():
             {"evaluate": lambda model, method, task: None},
             "must return a number, higher is better; it has returned None",
         ),
-        ({"evaluate": lambda model, method, task: torch.ones(2)}, "must return a number"),
         ({"evaluate": None}, "needs validation data, and task 1 has none"),
         ({"training": Training(epochs=2)}, "settings of Everlearn's trainer"),
         ({"optimizer": torch.optim.SGD}, "settings of Everlearn's trainer"),
@@ -399,8 +407,11 @@ def test_misuse_is_explained(changes, message, tmp_path):
         tune(**arguments)
 
 
-def test_changed_loop_is_another_study(tmp_path):
-    settings = {"trials": 1, "evaluate": evaluate, "out": tmp_path, **STRENGTHS}
-    tune(make_model, EWC(), make_tasks(), train=train, **settings)
+def test_study_belongs_to_its_loop(tmp_path):
+    tasks = make_tasks(torch.Generator().manual_seed(7))
+    settings = {"evaluate": evaluate, "out": tmp_path, **STRENGTHS}
+    tune(make_model, EWC(), tasks, train=train, trials=1, **settings)
+    # The generator is as before, so that the study is found.
+    assert len(tune(make_model, EWC(), tasks, train=train, trials=2, **settings).trials) == 2
     with pytest.raises(ValueError, match="other data, settings or fields"):
-        tune(make_model, EWC(), make_tasks(), train=draw_after_end, **settings)
+        tune(make_model, EWC(), tasks, train=draw_after_end, trials=1, **settings)
