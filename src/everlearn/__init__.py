@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from everlearn.methods import *
     from everlearn.results import Result, metrics
     from everlearn.trainer import evaluate, run, train
+    from everlearn.tuning import tune as tune
     from everlearn.updating import forget, update
 
 __all__ = [  # noqa: PLE0604
@@ -74,6 +75,7 @@ if not TYPE_CHECKING:
         "metrics": "everlearn.results.metrics",
         "run": "everlearn.trainer:run",
         "train": "everlearn.trainer:train",
+        "tune": "everlearn.tuning:tune",  # not in __all__: it needs the extra of this name
         "update": "everlearn.updating:update",
         **{name: f"everlearn.methods:{name}" for name in _method_names},
         **{room: f"everlearn.{room}" for room in _ROOMS},

@@ -1,11 +1,10 @@
-"""Starting point of the trials of one seed: the first task, trained once where all trials agree on it."""
+"""Starting point of trials in the trainer: the first task, trained once where all trials agree on it."""
 
 from __future__ import annotations
 
 import copy
 import warnings
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,69 +17,43 @@ from torch import Tensor, nn
 from everlearn.core.forward import forward
 from everlearn.core.method import Method
 from everlearn.core.parameters import evaluating
-from everlearn.core.stream import Stream
 from everlearn.results.provenance import provenance
 from everlearn.results.result import Result
 from everlearn.runtime.randomness import RandomStates, derive, get_random_states, restore_random_states, seeded
-from everlearn.trainer.checkpoints import CheckpointEvery, Checkpoints, checkpoints_of
-from everlearn.trainer.config import build, configuration, data_of
-from everlearn.trainer.run import finished
+from everlearn.trainer.checkpoints import Checkpoints, checkpoints_of
+from everlearn.trainer.config import configuration, data_of
 from everlearn.trainer.settings import OptimizerFactory, Training, device_of
 from everlearn.trainer.stream_training import StreamTraining
 from everlearn.trainer.trackers import Trackers
 from everlearn.trainer.validation import check_run
-from everlearn.tuning.search_space import Dimension, Value, set_values, with_values
-
-OnRows = Callable[[Sequence[Sequence[float]]], None]  # called with the rows of the accuracy matrix
-
-
-class TrialPruned(Exception):
-    """A trial is worse than most others."""
+from everlearn.tuning.search_space import Value, set_values
+from everlearn.tuning.start import OnRows, Start
 
 
 @dataclass
-class SharedStart:
-    """Starting point of all trials of one seed: the model after the first task, where that is the same for all.
+class SharedStart(Start):
+    """Starting point of trials in the trainer: the model after the first task, where that is the same for all.
 
     After a process was killed, the training of the first task and every trial resume from their checkpoints.
 
     Args:
-        make_model: model or function that makes one, as for ``run``.
-        method: method whose fields are tuned.
-        dimensions: these fields.
-        stream: stream to train on.
         training: training settings.
         optimizer: function of the parameters that makes an optimizer.
         keep_optimizer: whether to keep the optimizer between tasks.
-        device: device to train on.
-        folder: folder of the study.
-        checkpoint_every: interval between checkpoints; None writes none.
     """
 
-    make_model: Callable[..., nn.Module] | nn.Module
-    method: Method
-    dimensions: Sequence[Dimension]
-    stream: Stream
     training: Training
     optimizer: OptimizerFactory
     keep_optimizer: bool
-    device: torch.device | None
-    folder: Path
-    checkpoint_every: CheckpointEvery | None
 
     def __post_init__(self) -> None:
-        check_run(self.method, self.stream, self.optimizer, self.training.seed, "valid")
-        if len(self.stream.test_tasks) < 2:
-            raise ValueError(
-                "Tuning measures what later tasks do to earlier ones: give a stream of at least two tasks."
-            )
+        check_run(self.method, self.stream, self.optimizer, self.seed, "valid")
+        super().__post_init__()
         tasks_without_valid = [str(task) for task in self.stream.test_tasks if task.valid is None]
         if tasks_without_valid:
             raise ValueError(
                 f"Tuning needs validation data, {tasks_without_valid[0]} has none: make the stream with valid=0.1."
             )
-        # Weak references: a model lives as long as its trial.
-        self._built_models: list[weakref.ref[nn.Module]] = []
 
     def prepare(self) -> None:
         """Train what all trials share, before processes are forked."""
@@ -91,41 +64,15 @@ class SharedStart:
         if self._first_task_checkpoints is not None:
             self._first_task_checkpoints.tidy()
 
-    def train_trial(self, values: Sequence[Value], on_rows: OnRows) -> Result:
-        """Train with these values and save the result, which equals that of a separate run.
-
-        Args:
-            values: values of the tuned fields.
-            on_rows: called after every task with the scores after each task so far; may raise ``TrialPruned``.
-        """
-        method = with_values(self.method, self.dimensions, values)
-        config = self.config(method)
-        run_provenance = provenance()
-        folder = self.folder / "trials"
-        checkpoints = checkpoints_of(folder, config, self.stream, self.checkpoint_every)
-
-        # Two trials of several fields may get the same values at the same time: the second reads the first's result.
-        with nullcontext() if checkpoints is None else checkpoints.alone(wait=True):
-            result = finished(folder, config)
-            if result is not None:
-                on_rows(result.accuracy.tolist())
-            else:
-                try:
-                    training = self._train_stream(method, values, checkpoints, on_rows)
-                    result = training.result(config, run_provenance)
-                except (TrialPruned, FloatingPointError):
-                    if checkpoints is not None:
-                        checkpoints.clear()
-                    raise
-                result.save(folder)
-            if checkpoints is not None:
-                checkpoints.clear()
-        return result
-
     def _train_stream(
-        self, method: Method, values: Sequence[Value], checkpoints: Checkpoints | None, on_rows: OnRows
-    ) -> StreamTraining:
-        """Train on the whole stream, from the trial's checkpoint, a copy of the shared first task, or the beginning."""
+        self,
+        method: Method,
+        values: Sequence[Value],
+        config: dict[str, Any],
+        checkpoints: Checkpoints | None,
+        on_rows: OnRows,
+    ) -> Result:
+        run_provenance = provenance()
         is_resumed = checkpoints is not None and checkpoints.newest() is not None
         shared = None if is_resumed else self._shared_training
         with self._seeded():
@@ -144,7 +91,7 @@ class SharedStart:
                 on_rows(training.rows)
                 restore_random_states(random_states)
                 if training.task_index == len(self.stream):
-                    return training
+                    return training.result(config, run_provenance)
                 training.train()
                 training.close()
 
@@ -187,19 +134,12 @@ class SharedStart:
             return None
         return training, random_states
 
-    def _build_model(self) -> nn.Module:
-        model = build(self.make_model, self.stream).to(self.device)
-        self._built_models = [reference for reference in self._built_models if reference() is not None]
-        if any(model is reference() for reference in self._built_models):
-            raise ValueError(
-                "make_model returns the same module at every call: give the module itself, which is copied."
-            )
-        self._built_models.append(weakref.ref(model))
-        return model
-
     @cached_property
     def _first_task_checkpoints(self) -> Checkpoints | None:
-        return checkpoints_of(self.folder, self.config(self.method), self.stream, self.checkpoint_every)
+        return self._make_checkpoints(self.folder, self.config(self.method))
+
+    def _make_checkpoints(self, folder: Path, config: dict[str, Any]) -> Checkpoints | None:
+        return checkpoints_of(folder, config, self.stream, self.checkpoint_every)
 
     def _new_training(self, method: Method, checkpoints: Checkpoints | None) -> StreamTraining:
         return StreamTraining(
@@ -215,7 +155,7 @@ class SharedStart:
         )
 
     def _seeded(self) -> AbstractContextManager[None]:
-        return seeded(derive(self.training.seed, "model"), self.device)
+        return seeded(derive(self.seed, "model"), self.device)
 
 
 @torch.no_grad()

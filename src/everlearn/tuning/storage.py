@@ -15,7 +15,7 @@ from typing import Any
 from everlearn.core.chain import methods_of
 from everlearn.runtime import files
 from everlearn.tuning.search_space import Dimension, Value, first_values
-from everlearn.tuning.shared_start import SharedStart
+from everlearn.tuning.start import Start
 
 ENDED_STATES = ("COMPLETE", "PRUNED")
 STUDY_FILE = "study.db"
@@ -28,7 +28,7 @@ QUEUED_KEY = "first values are queued"
 
 @contextmanager
 def open_study(
-    optuna: Any, path: Path, dimensions: Sequence[Dimension], starts: Sequence[SharedStart], trials: int
+    optuna: Any, path: Path, dimensions: Sequence[Dimension], starts: Sequence[Start], trials: int
 ) -> Iterator[Any]:
     """Open or create a study; a study of another configuration, or one in use, raises."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -50,14 +50,14 @@ def max_trials(dimensions: Sequence[Dimension], trials: int) -> int:
 
 
 def _prepare_study(
-    optuna: Any, path: Path, dimensions: Sequence[Dimension], starts: Sequence[SharedStart], trials: int
+    optuna: Any, path: Path, dimensions: Sequence[Dimension], starts: Sequence[Start], trials: int
 ) -> Any:
     """Open the study, check its configuration, set its sampler, and queue the first values of a new one."""
     config = json.dumps([_study_config(dimensions, start) for start in starts], sort_keys=True, default=str)
     study = _create_or_load(optuna, path)
     _check_config(study, path, config)
     # A resumed study needs another seed, or the sampler would propose the same values again.
-    sampler_seed = starts[0].training.seed + len(study.trials)
+    sampler_seed = starts[0].seed + len(study.trials)
     study.sampler = optuna.samplers.TPESampler(seed=sampler_seed, n_startup_trials=max(1, trials // 2))
     if CONFIG_KEY not in study.user_attrs:
         study.set_user_attr(CONFIG_KEY, config)
@@ -117,7 +117,7 @@ def _check_config(study: Any, path: Path, config: str) -> None:
         raise ValueError(f"{path} is a study of other data, settings or fields: give another folder, or move it away.")
 
 
-def _study_config(dimensions: Sequence[Dimension], start: SharedStart) -> dict[str, Any]:
+def _study_config(dimensions: Sequence[Dimension], start: Start) -> dict[str, Any]:
     """Configuration of a study: everything but the tuned values, and the number of trials, which may grow."""
     config = start.config(start.method)
     tuned_fields = {(dimension.method_index, dimension.field) for dimension in dimensions}

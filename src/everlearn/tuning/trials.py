@@ -14,7 +14,7 @@ from everlearn.core.method import Method
 from everlearn.experiments.executors import WorkerLost, local_outcomes
 from everlearn.results.result import Result
 from everlearn.tuning.search_space import Dimension, Value, with_values
-from everlearn.tuning.shared_start import SharedStart, TrialPruned
+from everlearn.tuning.start import Start, TrialPruned
 from everlearn.tuning.storage import ENDED_STATES
 
 RemoteRuns = Callable[[Sequence[tuple[Method, int]]], Iterable[tuple[int, Result | Exception]]]
@@ -65,7 +65,7 @@ class TrialRun:
         report: called with a score and its step, in the process of the study; returns whether to prune the trial.
     """
 
-    starts: Sequence[SharedStart]
+    starts: Sequence[Start]
     dimensions: Sequence[Dimension]
     values: Sequence[Value]
     report: Callable[[float, int], bool]
@@ -73,7 +73,7 @@ class TrialRun:
     def run(self, force: bool) -> dict[str, Any]:
         """Train with the values, once per seed; returns the scores or the failure. Existing results are reused."""
         results: list[Result] = []
-        num_tasks = len(self.starts[0].stream.test_tasks)
+        num_tasks = self.starts[0].num_tasks
         # Rows are passed again after each part of a task, and after resuming: report each step once.
         reported_steps: set[int] = set()
 
@@ -114,7 +114,7 @@ class StudyRunner:
     study: Any
     optuna: Any
     dimensions: Sequence[Dimension]
-    starts: Sequence[SharedStart]
+    starts: Sequence[Start]
     prune: bool
     trials: int
 
@@ -158,7 +158,7 @@ class StudyRunner:
 
     def _run_in_rounds(self, workers: int, run_remotely: RemoteRuns) -> Iterator[tuple[Any, TrialOutcome]]:
         """Run ``workers`` trials at a time remotely; the next round starts when all have ended."""
-        seeds = [start.training.seed for start in self.starts]
+        seeds = [start.seed for start in self.starts]
         while True:
             proposed = list(islice(iter(self._propose, None), workers))
             if not proposed:

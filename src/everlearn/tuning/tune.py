@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,8 +24,10 @@ from everlearn.trainer.checkpoints import CheckpointEvery
 from everlearn.trainer.settings import OptimizerFactory, Training, adam, hide_bar
 from everlearn.trainer.validation import check_settings
 from everlearn.tuning import storage
+from everlearn.tuning.loop_start import EvaluateFunction, LoopStart, TrainFunction, as_stream
 from everlearn.tuning.search_space import Dimension, SearchRange, check_values, find_dimensions, with_values
 from everlearn.tuning.shared_start import SharedStart
+from everlearn.tuning.start import Start
 from everlearn.tuning.trials import RemoteRuns, StudyRunner, Trial
 
 
@@ -48,8 +51,10 @@ class Tuned:
 def tune(
     make_model: Callable[..., nn.Module] | nn.Module,
     method: Method,
-    stream: Stream | Callable[[int], Stream],
+    stream: Stream | Sequence[Any] | Callable[[int], Stream | Sequence[Any]],
     *,
+    train: TrainFunction | None = None,
+    evaluate: EvaluateFunction | None = None,
     fields: Mapping[str, SearchRange] | None = None,
     trials: int = 16,
     seeds: int = 1,
@@ -76,15 +81,21 @@ def tune(
         make_model: model or function that makes one, as for ``run``.
         method: method to tune; its other fields stay as they are.
         stream: stream with validation data in every task (``valid=0.1``), or a function of the seed that makes one;
-            ``stream.first(3)`` tunes on the first three tasks only.
+            ``stream.first(3)`` tunes on the first three tasks only. With ``train``, a list of tasks of any type, too.
+        train: your training loop in place of the trainer: ``train(model, method, task)`` trains the model on one task,
+            in place, and calls ``method.end_task`` last. It creates its own optimizer and keeps nothing between calls
+            but what is in the model and the method. Results are those of calling it for task after task, after
+            ``torch.manual_seed(seed)`` and making the model.
+        evaluate: ``evaluate(model, method, task)`` returns the score of your loop's model on the held-out data of a
+            task, higher is better. By default the accuracy on the stream's validation data.
         fields: fields to tune and their ranges; see ``search_space.find_dimensions``.
         trials: number of trials.
         seeds: runs per trial, whose mean score counts; seeds start at that of ``training``.
         prune: whether to stop trials that are worse than most.
-        training: training settings.
+        training: training settings; with ``train``, only the seed and the progress bar.
         optimizer: function of the parameters that makes an optimizer.
         keep_optimizer: whether to keep the optimizer between tasks.
-        device: device to train on.
+        device: device to train on; with ``train``, the one that the model is moved to first.
         out: folder of the study and the results of all trials; repeating the call resumes the study, and the trials
             whose processes or machines were lost. ``WorkerLost`` reports these after all others have ended.
         workers: number of worker processes, with one thread each; with several, the proposed values depend on the order
@@ -104,26 +115,24 @@ def tune(
     check_values(method, dimensions)
     _check_fresh(method)
 
+    if train is not None:
+        _check_loop(train, evaluate, training, optimizer, keep_optimizer, run_remotely)
+    elif evaluate is not None:
+        raise ValueError("evaluate scores the model of your own loop: give train=, too, or leave it out.")
+
     # One starting point per seed.
     torch_device = None if device is None else torch.device(device)
     folder = Path(out)
-    trainings = [replace(training, seed=training.seed + offset) for offset in range(seeds)]
-    seed_streams = [stream(t.seed) if callable(stream) else stream for t in trainings]
-    starts = [
-        SharedStart(
-            make_model,
-            method,
-            dimensions,
-            seed_stream,
-            seed_training,
-            optimizer,
-            keep_optimizer,
-            torch_device,
-            folder,
-            checkpoint,
-        )
-        for seed_stream, seed_training in zip(seed_streams, trainings, strict=True)
-    ]
+    starts: list[Start] = []
+    for seed in [training.seed + offset for offset in range(seeds)]:
+        seed_stream: Any = stream(seed) if callable(stream) else stream
+        if train is not None:
+            seed_stream = as_stream(seed_stream)
+        common = (make_model, method, dimensions, seed_stream, seed, torch_device, folder, checkpoint)
+        if train is not None:
+            starts.append(LoopStart(*common, train, evaluate))
+        else:
+            starts.append(SharedStart(*common, replace(training, seed=seed), optimizer, keep_optimizer))
 
     study_file = files.writable_folder(folder) / storage.STUDY_FILE
     with storage.open_study(optuna, study_file, dimensions, starts, trials) as study:
@@ -162,6 +171,28 @@ def _check_not_distributed() -> None:
             f"Trials are not shared by the {world_size()} processes of torchrun: start without it, and run trials in "
             "parallel with workers (--workers 2) or on a cluster (--cluster ray, or slurm)."
         )
+
+
+def _check_loop(
+    train: object,
+    evaluate: object,
+    training: Training,
+    optimizer: OptimizerFactory,
+    keep_optimizer: bool,
+    run_remotely: RemoteRuns | None,
+) -> None:
+    """Raise for arguments that do not fit a training loop of the user."""
+    for name, function in (("train", train), ("evaluate", evaluate)):
+        if function is not None and not callable(function):
+            raise TypeError(f"{name} must be a function of (model, method, task), got {function!r}.")
+    is_trainer_set = replace(training, seed=0, progress=None) != Training() or optimizer is not adam or keep_optimizer
+    if is_trainer_set:
+        raise ValueError(
+            "training, optimizer and keep_optimizer are settings of Everlearn's trainer, and train is used in its "
+            "place: set epochs, batch size and optimizer in train; Training(seed=1) alone is allowed."
+        )
+    if run_remotely is not None:
+        raise ValueError("Trials of your own loop run on this machine: leave run_remotely out, and set workers.")
 
 
 def _check_fresh(method: Method) -> None:
