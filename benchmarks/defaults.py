@@ -109,24 +109,22 @@ PLANS = {
         REPLAY, {"policy": POLICIES, "balance": ("tasks",)}, {"policy": "reservoir", "balance": "examples"}, MEMORY
     ),
     "er-ace": Plan(REPLAY, {"policy": POLICIES}, {"policy": "reservoir"}, MEMORY),
-    "der": Plan(
-        REPLAY, {"policy": POLICIES, "alpha": (0.1, 0.2, 1.0, 2.0)}, {"policy": "reservoir", "alpha": 0.5}, MEMORY
-    ),
+    "der": Plan(REPLAY, {"policy": POLICIES, "alpha": (0.2, 1.0)}, {"policy": "reservoir", "alpha": 0.5}, MEMORY),
     "derpp": Plan(
         REPLAY,
-        {"policy": POLICIES, "alpha": (0.1, 0.2, 1.0), "beta": (0.2, 1.0, 2.0)},
+        {"policy": POLICIES, "alpha": (0.2, 1.0), "beta": (0.2, 1.0)},
         {"policy": "reservoir", "alpha": 0.5, "beta": 0.5},
         MEMORY,
     ),
     "agem": Plan(
         PROJECTION,
-        {"policy": ("balanced", "reservoir"), "size": (64, 128)},
+        {"policy": ("balanced",), "size": (64, 128)},
         {"policy": "ring", "size": 256},
         MEMORY,
     ),
     "gem": Plan(
         PROJECTION,
-        {"policy": ("balanced", "reservoir"), "margin": (0.0, 0.25, 1.0)},
+        {"policy": ("balanced",), "margin": (0.0, 0.25, 1.0)},
         {"policy": "ring", "margin": 0.5},
         MEMORY,
     ),
@@ -143,7 +141,7 @@ PLANS = {
     "hat": Plan(
         TASK,
         {
-            "strength": (0.1, 0.25, 1.5),
+            "strength": (0.25, 1.5),
             "smax": (50.0, 200.0, 800.0),
             "anneal": ("task",),
             "rest": ("frozen",),
@@ -157,8 +155,8 @@ PLANS = {
             "drift": (0.2, 0.5),
             "strength": (0.05, 5.0),
             "l1": (0.0, 1e-4),
-            "lasso": (1e-4, 1e-2),
-            "fit": (0.05, 0.2),
+            "lasso": (1e-2,),
+            "fit": (0.2,),
             "retrain": (0.15,),
             "expand": (0.15,),
         },
@@ -176,21 +174,20 @@ PLANS = {
     "expandnet": Plan(
         TASK,
         {
-            "threshold": (0.01, 0.1, 0.3),
-            "look": (0.2,),
-            "rounds": (1, 5),
+            "threshold": (0.01, 0.2),
+            "rounds": (1,),
             "sparsity": (0.0, 1.0),
         },
-        {"threshold": 0.05, "look": 0.1, "rounds": 3, "sparsity": 0.5},
+        {"threshold": 0.05, "rounds": 3, "sparsity": 0.5},
     ),
     "expandable": Plan(
         EXPANDABLE,
         {
-            "policy": ("balanced", "reservoir"),
-            "auxiliary": (0.0, 0.5, 2.0),
+            "policy": ("balanced",),
+            "auxiliary": (0.0, 2.0),
             "tune_from": ("anew",),
             "tune_lr": (0.01, 0.1),
-            "temperature": (1.0, 2.0, 10.0),
+            "temperature": (1.0, 2.0),
         },
         {"policy": "herding", "auxiliary": 1.0, "tune_from": "learned", "tune_lr": 0.05, "temperature": 5.0},
         MEMORY,
@@ -224,7 +221,7 @@ PLANS = {
             "share": (1e-3, 0.1, 1.0),
             "lr": (1e-3, 0.1),
             "temperature": (0.5, 1.0),
-            "shrinkage": (0.0, 0.3),
+            "shrinkage": (0.0,),
             "variance": (1e-2,),
         },
         {"share": 0.01, "lr": 0.01, "temperature": 0.1, "shrinkage": 0.1, "variance": 1e-4},
@@ -304,7 +301,7 @@ def load_training_data(name, root):
     if name in ("clinc150", "clinc150-minilm"):
         data = load("clinc150", root)
         (texts, y), _ = data
-        x = streams.bag(texts, 512) if name == "clinc150" else encode_sentences(texts)
+        x = streams.bag(texts, 512) if name == "clinc150" else encode_sentences(texts)[:, ::2]
         intents = torch.tensor([intent for domain in islice(data.groups, 5) for intent in data.groups[domain]])
         is_used = torch.isin(y, intents)
         return x[is_used], y[is_used]
@@ -313,11 +310,14 @@ def load_training_data(name, root):
     (x, y), _ = load(PUBLISHED_NAMES.get(data_name, data_name), root)
     if data_name == "omniglot":
         x, y = x[y < 100], y[y < 100]
-    if data_name == "usps":
-        x = F.interpolate(x, (28, 28), mode="bilinear", antialias=True)
     if network == "mobilenet":
         return compute_features(*select_per_class(x, y, EXAMPLES_PER_CLASS[name][0], seed=0))
-    return x, y
+    return shrink_images(x), y
+
+
+def shrink_images(x):
+    """Resize images to 14 × 14 pixels, which halves the time of a run."""
+    return F.interpolate(x, (14, 14), mode="bilinear", antialias=True)
 
 
 def compute_features(x, y):
@@ -350,7 +350,8 @@ def make_stream(name, root, seed):
 def pretrained_layers(root):
     """Train a network on MNIST, and return the parameters below its output layer."""
     (x, y), _ = load("mnist", root)
-    stream = streams.from_tasks([((x[:10000], y[:10000]), (x[:1], y[:1]))], scenario="class")
+    x, y = shrink_images(x[:10000]), y[:10000]
+    stream = streams.from_tasks([((x, y), (x[:1], y[:1]))], scenario="class")
     torch.manual_seed(0)
     model = nets.mlp(stream.inputs, 10, HIDDEN)
     everlearn.train(model, everlearn.Method(), stream[0], epochs=3, batch_size=BATCH_SIZE, progress=False)
