@@ -254,16 +254,23 @@ OPTIMIZERS = {"fashion": sgd, "notmnist": sgd, "rotated-usps": sgd}  # of the ot
 # The rule.
 
 
-def stream_gains(default: Mapping[str, list[float]], candidate: Mapping[str, list[float]]) -> dict[str, float]:
+def stream_gains(
+    default: Mapping[str, list[float | None]], candidate: Mapping[str, list[float | None]]
+) -> dict[str, float]:
     """Return the gain of a value over the default on each stream, as a mean over seeds.
 
     Args:
-        default: accuracies by seed of each stream, in points, with the default.
+        default: accuracies by seed of each stream, in points, with the default; None if the method refused it.
         candidate: the same with the other value.
     """
     if {s: len(a) for s, a in default.items()} != {s: len(a) for s, a in candidate.items()}:
         raise ValueError("The default and the other value need the same streams and seeds.")
-    return {stream: fmean(candidate[stream]) - fmean(default[stream]) for stream in default}
+    return {stream: mean_accuracy(candidate[stream]) - mean_accuracy(default[stream]) for stream in default}
+
+
+def mean_accuracy(accuracies: list[float | None]) -> float:
+    """Return the mean over seeds; NaN if the method refused a value in one of them."""
+    return math.nan if None in accuracies else fmean(a for a in accuracies if a is not None)
 
 
 def passes(gains: Mapping[str, float]) -> bool:
@@ -461,14 +468,15 @@ def record_method(name, seeds, accuracies):
     for field_name, by_value in rows.items():
         candidates = []
         for value, row in by_value.items():
-            by_stream = gains[field_name][value]
+            by_stream = list(gains[field_name][value].values())
+            is_complete = not any(map(math.isnan, by_stream))
             candidates.append(
                 {
                     "value": value,
                     "eligible": value in eligible_gains[field_name],
-                    "gain": round(fmean(by_stream.values()), 2),
-                    "standard_error": round(standard_error(list(by_stream.values())), 2),
-                    "lowest_gain": round(min(by_stream.values()), 2),
+                    "gain": round(fmean(by_stream), 2) if is_complete else None,
+                    "standard_error": round(standard_error(by_stream), 2) if is_complete else None,
+                    "lowest_gain": round(min(by_stream), 2) if is_complete else None,
                     "accuracy": row,
                 }
             )
@@ -506,9 +514,9 @@ def main():
         try:
             result = run_once(name, settings, stream, seed, options.data, options.out)
         except ValueError as error:
-            # A value that the method refuses during training, as PackNet without free weights, cannot pass.
+            # A value that the method refuses, as FeCAM a matrix that it cannot invert, does not pass.
             tqdm.write(f"{name} {settings} on {stream}, seed {seed}: {error}")
-            accuracies[name, json.dumps(settings), stream, seed] = math.nan
+            accuracies[name, json.dumps(settings), stream, seed] = None
             continue
         accuracies[name, json.dumps(settings), stream, seed] = round(100 * result.average_accuracy, 2)
         seconds += result.seconds
@@ -529,7 +537,7 @@ def main():
         "minutes": round(seconds / 60, 1),
         "methods": methods,
     }
-    write(RECORD, json.dumps(record, indent=1, ensure_ascii=False).encode() + b"\n")
+    write(RECORD, json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False).encode() + b"\n")
 
 
 if __name__ == "__main__":

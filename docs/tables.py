@@ -172,7 +172,9 @@ def table_of_defaults():
         for field, recorded in method["fields"].items():
             cells = []
             for candidate in recorded["candidates"]:
-                cell = f"{show(candidate['value'])}: {candidate['gain']:+.1f} ± {candidate['standard_error']:.1f}"
+                cell = f"{show(candidate['value'])}: refused"
+                if candidate["gain"] is not None:
+                    cell = f"{show(candidate['value'])}: {candidate['gain']:+.1f} ± {candidate['standard_error']:.1f}"
                 is_chosen = candidate["value"] == recorded["decision"]
                 mark = "" if candidate["eligible"] else " †"
                 cells.append(f"**{cell}**" if is_chosen else cell + mark)

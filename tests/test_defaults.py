@@ -1,6 +1,7 @@
 """Defaults are those that benchmarks/defaults.py has chosen by a rule, and the record of it is complete."""
 
 import json
+import math
 import runpy
 from dataclasses import fields
 from pathlib import Path
@@ -46,6 +47,9 @@ def test_a_standard_error_is_that_of_a_mean(experiment):
 def test_gains_are_means_over_seeds(experiment):
     default = {"a": [10.0, 20.0], "b": [50.0, 50.0]}
     assert experiment["stream_gains"](default, {"a": [30.0, 20.0], "b": [50.0, 49.0]}) == {"a": 10.0, "b": -0.5}
+    refused = experiment["stream_gains"](default, {"a": [30.0, None], "b": [50.0, 49.0]})
+    assert math.isnan(refused["a"])
+    assert refused["b"] == -0.5
     with pytest.raises(ValueError, match="the same streams and seeds"):
         experiment["stream_gains"](default, {"a": [30.0], "b": [50.0, 49.0]})
 
