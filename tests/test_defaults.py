@@ -71,12 +71,12 @@ def recorded_fields():
             yield pytest.param(name, field_name, recorded, id=f"{name}.{field_name}")
 
 
-@pytest.mark.parametrize(("name", "field_name", "recorded"), recorded_fields())
+@pytest.mark.parametrize(("name", "field_name", "recorded"), list(recorded_fields()))
 def test_each_default_is_the_recorded_decision(name, field_name, recorded):
     assert getattr(METHODS[name](), field_name) == recorded["decision"]
 
 
-@pytest.mark.parametrize("name", RECORD["methods"])
+@pytest.mark.parametrize("name", list(RECORD["methods"]))
 def test_each_decision_follows_from_the_recorded_accuracies(experiment, name):
     method = RECORD["methods"][name]
     start = {field_name: recorded["default"] for field_name, recorded in method["fields"].items()}
