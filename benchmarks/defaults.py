@@ -3,8 +3,8 @@
     nice -n 10 python benchmarks/defaults.py --data DATA [--methods er,hat] [--seeds 3] [--count]
 
 One field of a method at a time takes another value, while all others keep the value that PLANS lists as their start,
-which was the default when the experiment was designed. Every run is evaluated on validation data: the training data of
-each task are halved, and no test example is used. Results are written to runs/defaults as they are finished, so that
+which was the default when the experiment was designed. Every run is evaluated on validation data: half or more of each
+task's training examples; no test example is used. Results are written to runs/defaults as they are finished, so that
 the command can be stopped and repeated; with all seeds of all methods it writes docs/results/defaults.json, from which
 ``make tables`` writes the table of docs/defaults.md.
 
