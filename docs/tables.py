@@ -7,6 +7,7 @@ because README and docs/ are read without a build; tests/test_tables.py fails if
 """
 
 import inspect
+import json
 import sys
 import textwrap
 from importlib import import_module
@@ -40,6 +41,7 @@ def render_files():
         "README.md": {"methods": methods_by_family()},
         "docs/methods/README.md": {"methods": table_of_methods()},
         "docs/choosing.md": {"needs": table_of_needs(), "pros": table_of_pros_and_cons()},
+        "docs/defaults.md": {"defaults": table_of_defaults()},
         "docs/api/methods.rst": {"classes": class_directives()},
     }
     files = {file: replace_blocks(file, blocks_of_file) for file, blocks_of_file in blocks.items()}
@@ -160,6 +162,29 @@ def table_of_pros_and_cons():
     for names in families().values():
         lines += [f"| `{name}` | {traits(name).pro} | {traits(name).con} |" for name in names]
     return lines
+
+
+def table_of_defaults():
+    """Return a table of what benchmarks/defaults.py has recorded: the gains of other values over each default."""
+    record = json.loads((ROOT / "docs/results/defaults.json").read_text(encoding="utf-8"))
+    lines = ["| | default before | gains of other values |", "|---|---|---|"]
+    for name, method in record["methods"].items():
+        for field, recorded in method["fields"].items():
+            cells = []
+            for candidate in recorded["candidates"]:
+                cell = f"{show(candidate['value'])}: refused"
+                if candidate["gain"] is not None:
+                    cell = f"{show(candidate['value'])}: {candidate['gain']:+.1f} ± {candidate['standard_error']:.1f}"
+                is_chosen = candidate["value"] == recorded["decision"]
+                mark = "" if candidate["eligible"] else " †"
+                cells.append(f"**{cell}**" if is_chosen else cell + mark)
+            lines.append(f"| `{name}.{field}` | {show(recorded['default'])} | {', '.join(cells)} |")
+    return lines
+
+
+def show(value):
+    """Return a value of a field as a reader would write it."""
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def class_directives():

@@ -85,7 +85,7 @@ class DEN(PartialTraining):
     l2: NonNegative = 1e-4
     lasso: NonNegative = 1e-3
     fit: Share = 0.1
-    retrain: Share = 0.3
+    retrain: Share = 0.15
     expand: Share = 0.3
     old_units_read_added: ClassVar[bool] = True
 

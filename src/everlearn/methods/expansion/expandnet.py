@@ -48,7 +48,7 @@ class ExpandNet(Expansion):
         rounds: number of looks, so that a task adds at most units · rounds units to a layer.
         max_units: maximum number of units added to a layer over all tasks.
         sparsity: share of its initial norm that v would lose over a task without a gradient; c is the part of one
-            step. Values that remove units, from about 1.5, cost accuracy; the default only shrinks v.
+            step. Values that remove units, from about 1.5, cost accuracy; 0, the default, for no lasso.
     """
 
     traits = Traits(
@@ -69,7 +69,7 @@ class ExpandNet(Expansion):
     look: Annotated[float, Range(0, 1)] = 0.1
     rounds: Count = 3
     max_units: Annotated[int, Range(0)] = 10_000
-    sparsity: NonNegative = 0.5
+    sparsity: NonNegative = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -86,7 +86,7 @@ class DERpp(DER):
         without_boundaries={},
     )
 
-    beta: Annotated[NonNegative, Search(0.05, 5)] = 0.5
+    beta: Annotated[NonNegative, Search(0.05, 5)] = 1.0
 
     def penalty(self, model: nn.Module, batch: Batch | None = None, outputs: Tensor | None = None) -> Tensor | float:
         """Return alpha · mean of (f(x′) - z′)² + beta · L(f(x″), y″)."""

@@ -46,8 +46,8 @@ class GenerativeReplay(Method):
 
     Args:
         size: number of generated inputs per step; by default as many as the current batch has.
-        targets: "hard" for the old model's most likely labels, or "soft" for its probabilities at the temperature, with
-            a divergence times T².
+        targets: "soft" for the old model's probabilities at the temperature, with a divergence times T², or "hard" for
+            its most likely labels, as in Shin et al.
         temperature: T of soft targets.
         hidden: width of the generator's layers.
         latent: dimension of the generator's code.
@@ -64,7 +64,7 @@ class GenerativeReplay(Method):
     )
 
     size: Annotated[int, Range(1)] | None = None
-    targets: Literal["hard", "soft"] = "hard"
+    targets: Literal["hard", "soft"] = "soft"
     temperature: Annotated[float, Range(1e-3)] = 2.0
     hidden: Annotated[int, Range(1)] = 400
     latent: Annotated[int, Range(1)] = 100
