@@ -1,7 +1,8 @@
 import numpy as np
 
 from everlearn import Result
-from everlearn.results.report.table import overview, table
+from everlearn.results.report.overview import overview
+from everlearn.results.report.table import table
 
 
 def result(method="finetune", seed=0, accuracy=0.5, training=None, stream=None, **config):
