@@ -23,7 +23,7 @@ class CompareOptions(BaseModel):
     methods: str = Field("all", description="Methods, separated by commas, or 'all'.")
     scenario: str = Field("all", description="Any of task, domain, class, separated by commas, or 'all'.")
     seeds: int = Field(3, ge=1, description="Number of seeds, starting at 0; one gives no standard deviation.")
-    epochs: int | None = Field(None, ge=1, description="Epochs per task; default: 5 or 10, depending on the problem.")
+    epochs: int | None = Field(None, ge=1, description="Epochs per task; default: 4 or 10, depending on the problem.")
     workers: Workers = Field(
         default_factory=count_cores, description="Number of worker processes; 'auto', the default, for one per core."
     )

@@ -63,7 +63,7 @@ def permuted_digits(scenario: Scenario = "domain", tasks: int = 10, seed: int = 
     return permuted(*load(), tasks=tasks, scenario=scenario, seed=seed, valid=valid, name="permuted-digits")
 
 
-def disjoint_digits(scenario: Scenario = "task", tasks: int = 5, seed: int = 0, valid: float = 0.0) -> Stream:
+def disjoint_digits(scenario: Scenario = "task", tasks: int = 4, seed: int = 0, valid: float = 0.0) -> Stream:
     """Permuted digits with disjoint images: a share of the training images per task, and another permutation each."""
     (x, y), (x_test, y_test) = load()
     # Count the images of the same digit before each image in a random order: every task gets its share of each digit.
