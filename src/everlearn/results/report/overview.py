@@ -163,9 +163,7 @@ def _difference_mark(method: str, runs: Sequence[Result], group: Group) -> str:
     # Settings that differ within the table follow the label.
     variant = method.removeprefix(printable(runs[0].config["method"]))
     accuracy = {result.config.get("seed"): result.average_accuracy for result in runs}
-    finetuned = {
-        result.config.get("seed"): result.average_accuracy for result in group.get("finetune" + variant, [])
-    }
+    finetuned = {result.config.get("seed"): result.average_accuracy for result in group.get("finetune" + variant, [])}
     seeds = [seed for seed in accuracy if seed in finetuned]
     differences = [accuracy[seed] - finetuned[seed] for seed in seeds]
     p_value = paired_t_test([accuracy[seed] for seed in seeds], [finetuned[seed] for seed in seeds])
@@ -176,9 +174,7 @@ def _difference_mark(method: str, runs: Sequence[Result], group: Group) -> str:
 
 def _align_cells(cells: Sequence[_Cell]) -> list[str]:
     """Align the parts of a column's cells: numbers below numbers, marks below marks."""
-    widths = [
-        max(len(getattr(cell, part)) for cell in cells) for part in ("mean", "std", "forgetting", "mark")
-    ]
+    widths = [max(len(getattr(cell, part)) for cell in cells) for part in ("mean", "std", "forgetting", "mark")]
     return [
         cell.mean.rjust(widths[0])
         + cell.std.ljust(widths[1])
