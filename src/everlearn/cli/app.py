@@ -44,9 +44,9 @@ def compare(
 ) -> int:
     """Compare all methods on handwritten digits in all three scenarios, as one table. Takes a minute or two.
 
-    Tasks are learned one after the other: in the domain-incremental problem all ten digits with other permutations
-    of the pixels, in the task-incremental problem the same with separate outputs and a quarter of the images each, in the
-    class-incremental problem two digits each.
+    Tasks are learned one after the other. Domain-incremental: all ten digits, with other permutations of the pixels.
+    Task-incremental: the same with separate outputs and a quarter of the images each. Class-incremental: two digits
+    each.
     'joint' learns all tasks at once and is the upper bound; 'finetune' does nothing against forgetting.
 
     Args:

@@ -9,7 +9,7 @@ import numpy as np
 
 
 def paired_t_test(a: Sequence[float], b: Sequence[float]) -> float:
-    """Return the two-sided p-value of Student's paired t test, with n - 1 degrees of freedom; NaN for less than 2 pairs.
+    """Return the two-sided p-value of the paired t test, with n - 1 degrees of freedom; NaN for fewer than two pairs.
 
     Args:
         a: values of the first condition.

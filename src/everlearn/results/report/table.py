@@ -221,10 +221,12 @@ def _setting_key(result: Result) -> tuple[Any, str]:
 
 
 def score_name(results: Sequence[Result]) -> str:
+    """Return the name of the score of these results, as they record it."""
     return printable(str(results[0].config.get("score", "accuracy")))
 
 
 def unit(group: Group) -> str:
+    """Return what the numbers of a group are: accuracies in percent, or another score."""
     score = score_name(next(iter(group.values())))
     if score == "accuracy":
         return "accuracy in %"
