@@ -47,7 +47,7 @@ DIGITS_SETTINGS = {
     "generative": "generative.hidden=100",
 }
 
-# Time of all runs over the time of their training steps: a complete run on two cores took 108 s, its steps were estimated
+# Time of all runs over the time of their steps: a complete run on two cores took 108 s, its steps were estimated
 # at 44 s. The other time goes to workers that slow each other down, consolidation, tests and files.
 TIME_PER_STEP_TIME = 2.5
 
