@@ -244,15 +244,47 @@ def test_help(arguments, capsys):
 
 @pytest.mark.slow
 def test_compare_shows_every_method(tmp_path, capsys):
-    assert start(["compare", "--epochs", "1", "--scenario", "class", "--out", str(tmp_path)]) == 0
+    assert start(["compare", "--epochs", "1", "--scenario", "class", "--seeds", "1", "--out", str(tmp_path)]) == 0
     assert "class-incremental" in capsys.readouterr().out
     assert len(results.load(tmp_path)) == len(METHODS) + 1
 
 
 def test_compare_shows_every_scenario(tmp_path, capsys):
-    assert start(["compare", "--epochs", "2", "--methods", "finetune,ewc", "--out", str(tmp_path)]) == 0
-    assert "task-incremental  domain-incremental  class-incremental" in capsys.readouterr().out
-    assert len(results.load(tmp_path)) == 3 * 2
+    options = ["--epochs", "1", "--methods", "finetune,ewc", "--seeds", "2", "--workers", "1", "--out", str(tmp_path)]
+    assert start(["compare", *options]) == 0
+    printed = capsys.readouterr()
+    header = printed.out.splitlines()[1].split()
+    assert header == ["method", "task-incremental", "domain-incremental", "class-incremental", "s"]
+    assert "12 runs with 1 worker: about 10 s." in printed.err
+    assert len(results.load(tmp_path)) == 3 * 2 * 2
+
+    # A second time, results are read.
+    files = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.json")}
+    assert start(["compare", *options]) == 0
+    repeated = capsys.readouterr()
+    assert repeated.out == printed.out and "already has" in repeated.err
+    assert files == {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.json")}
+
+
+def test_workers_may_be_one_per_core(monkeypatch):
+    from everlearn.cli.options import CompareOptions, TuneGrid
+    from everlearn.experiments.options import Grid
+    from everlearn.runtime.processes import count_cores
+
+    cores = len(os.sched_getaffinity(0))
+    assert Grid(workers="auto").workers == TuneGrid(workers="auto").workers == count_cores() == cores
+    assert CompareOptions().workers == CompareOptions.model_construct().workers == cores
+    assert Grid(workers="3").workers == Grid(workers=3).workers == 3 and Grid().workers == 1
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert count_cores() == 1
+
+
+def test_unknown_number_of_workers_is_refused(capsys):
+    assert start(["run", "--workers", "many"]) == 2
+    assert "workers: got 'many'" in capsys.readouterr().err
+    assert start(["compare", "--workers", "0"]) == 2
+    assert start(["compare", "--scenario", "clas"]) == 2
+    assert "Did you mean 'class'?" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -16,10 +16,11 @@ from everlearn.cli.app import start
 from everlearn.results import format as result_format
 from everlearn.results import result as results
 from everlearn.results.report.html import html
+from everlearn.results.report.overview import overview
 from everlearn.results.report.plot import png
 from everlearn.results.report.rows import as_csv, as_markdown
 from everlearn.results.report.serve import ReportPage
-from everlearn.results.report.table import overview, table
+from everlearn.results.report.table import table
 from tests.results.report.test_html import result
 
 UNUSUAL_VALUES = [None, True, -1, 1e300, "text", [], {"a": 1}, [[1, 2], [3]], 10**29]

@@ -11,8 +11,9 @@ from markdown_it import MarkdownIt
 pytest.importorskip("cyclopts")
 from everlearn.cli.app import start
 from everlearn.results.report.html import html
+from everlearn.results.report.overview import overview
 from everlearn.results.report.rows import as_csv, as_markdown
-from everlearn.results.report.table import overview, table
+from everlearn.results.report.table import table
 from everlearn.runtime.escaping import markdown, printable, spreadsheet
 from tests.results.report.test_html import result
 

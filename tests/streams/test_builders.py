@@ -198,3 +198,26 @@ def test_named_streams_exist_in_every_scenario(name, scenario):
     stream = streams.STREAMS[name](scenario=scenario, seed=1, valid=0.1)
     assert stream.name == name and stream.scenario == scenario
     assert str(stream).startswith(f"{name}: ")
+
+
+@pytest.mark.parametrize("scenario", ["task", "domain", "class"])
+def test_disjoint_digits_share_out_the_images(scenario):
+    stream = streams.disjoint_digits(scenario, seed=2)
+    (x, y), (x_test, y_test) = streams.digits_data()
+    assert len(stream) == 4 and stream.outputs == (10 if scenario == "domain" else 40)
+
+    # Sorted pixels do not depend on permutations: together the tasks have each image once.
+    shares = [task.train.x for task in stream]
+    images = torch.cat(shares).flatten(1).sort(1).values
+    assert sorted(images.tolist()) == sorted(x.flatten(1).sort(1).values.tolist())
+    counts = torch.stack([torch.bincount(task.train.y % 10) for task in stream])
+    assert (counts.max(0).values - counts.min(0).values).max() <= 1
+    assert counts.sum(0).equal(torch.bincount(y))
+
+    # Every task has all test images in its own order of pixels.
+    for t, task in enumerate(stream):
+        labels = y_test if scenario == "domain" else y_test + 10 * t
+        assert task.test.y.equal(labels)
+        assert task.test.x.flatten(1).sort(1).values.equal(x_test.flatten(1).sort(1).values)
+    assert not stream[0].test.x.equal(stream[1].test.x)
+    assert streams.disjoint_digits(scenario, seed=2)[1].train.x.equal(stream[1].train.x)

@@ -8,7 +8,8 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from everlearn.core.scenario import DataKind, Scenario
-from everlearn.experiments.options import Grid
+from everlearn.experiments.options import Grid, Workers
+from everlearn.runtime.processes import count_cores
 
 YesNo = Literal["yes", "no"]
 ReportFormat = Literal["html", "md", "csv", "png", "text"]
@@ -21,9 +22,11 @@ class CompareOptions(BaseModel):
 
     methods: str = Field("all", description="Methods, separated by commas, or 'all'.")
     scenario: str = Field("all", description="Any of task, domain, class, separated by commas, or 'all'.")
-    seeds: int = Field(1, ge=1, description="Number of seeds, starting at 0; several give a standard deviation.")
-    epochs: int | None = Field(None, ge=1, description="Epochs per task; default: 10.")
-    workers: int = Field(1, ge=1, description="Number of worker processes.")
+    seeds: int = Field(3, ge=1, description="Number of seeds, starting at 0; one gives no standard deviation.")
+    epochs: int | None = Field(None, ge=1, description="Epochs per task; default: 4 or 10, depending on the problem.")
+    workers: Workers = Field(
+        default_factory=count_cores, description="Number of worker processes; 'auto', the default, for one per core."
+    )
     threads: int = Field(1, ge=1, description="Number of torch threads; small models are fastest with 1.")
     out: Path = Field(Path("runs/compare"), description="Folder of the results; existing results are reused ...")
     force: bool = Field(False, description="... unless this is set.")
@@ -86,7 +89,7 @@ class ReproduceOptions(BaseModel):
     quick: bool = Field(False, description="Run a few steps with one seed, as a smoke test; not the protocol.")
     dry_run: bool = Field(False, description="Only print the command of each cell.")
     data: Path | None = Field(None, description="Folder of the data sets; default: EVERLEARN_DATA.")
-    workers: int = Field(1, ge=1, description="Number of worker processes.")
+    workers: Workers = Field(1, description="Number of worker processes; 'auto' for one per core.")
     threads: int = Field(1, ge=1, description="Number of torch threads; small models are fastest with 1.")
     out: Path = Field(Path("runs/reproduce"), description="Folder of the results; existing results are reused.")
     record: Path | None = Field(

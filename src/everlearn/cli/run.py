@@ -1,4 +1,4 @@
-"""The commands ``everlearn run`` and ``everlearn compare``."""
+"""The command ``everlearn run``, and the execution of runs that it shares with ``everlearn compare``."""
 
 from __future__ import annotations
 
@@ -7,40 +7,12 @@ from datetime import UTC, datetime
 
 from tqdm.auto import tqdm
 
-from everlearn.cli.options import CompareOptions
 from everlearn.experiments.executors import outcomes
 from everlearn.experiments.grid import GridRun, grid_runs
 from everlearn.experiments.options import Grid
-from everlearn.methods import METHODS
-from everlearn.results.report.table import overview, table
+from everlearn.results.report.table import table
 from everlearn.results.result import Result
 from everlearn.runtime.escaping import printable_lines
-
-# Digits have 64 pixels: a thousand random features are enough, and take a tenth of the time of five thousand.
-DIGITS_SETTINGS = {"ranpac": "ranpac.dimension=1000", "klda": "klda.dimension=1000"}
-
-
-def compare_methods(options: CompareOptions) -> int:
-    """Run methods on the digits and print one table of all scenarios; returns the exit code."""
-    methods = options.methods
-    if methods == "all":
-        methods = ",".join(["joint", *METHODS])
-    grid = Grid(
-        stream="digits",
-        methods=methods,
-        set=[setting for name, setting in DIGITS_SETTINGS.items() if name in methods.split(",")],
-        scenario=options.scenario,
-        seeds=options.seeds,
-        epochs=options.epochs,
-        threads=options.threads,
-        workers=options.workers,
-        out=options.out,
-    )
-    exit_code, results = _execute_runs(list(grid_runs(grid)), grid, options.force, print_results=False)
-    if results:
-        print(overview(results))
-        print(f"\nThe results are in {options.out}; 'everlearn report {options.out}' shows more of them.")
-    return exit_code
 
 
 def run_grid(grid: Grid, dry_run: bool, force: bool) -> int:
@@ -49,13 +21,13 @@ def run_grid(grid: Grid, dry_run: bool, force: bool) -> int:
     if dry_run:
         print("\n".join(f"{number}. {run}" for number, run in enumerate(runs, 1)))
         return 0
-    exit_code, results = _execute_runs(runs, grid, force, print_results=True)
+    exit_code, results = execute_runs(runs, grid, force, print_results=True)
     if results:
         print("\n" + table(results))
     return exit_code
 
 
-def _execute_runs(runs: list[GridRun], grid: Grid, force: bool, print_results: bool) -> tuple[int, list[Result]]:
+def execute_runs(runs: list[GridRun], grid: Grid, force: bool, print_results: bool) -> tuple[int, list[Result]]:
     """Execute all runs; a failed run is reported and does not stop the others. Returns exit code and results."""
     results: dict[int, Result] = {}
     reported_errors: set[str] = set()

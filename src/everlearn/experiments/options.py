@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from everlearn.experiments.parsing import (
     MAX_YAML_CHARACTERS,
@@ -17,10 +17,19 @@ from everlearn.experiments.parsing import (
     split_list,
 )
 from everlearn.runtime.optional_imports import imports_of_extra
+from everlearn.runtime.processes import count_cores
 
 with imports_of_extra("cli", "A grid of runs"):
     import yaml
-    from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+    from pydantic import (
+        BaseModel,
+        BeforeValidator,
+        ConfigDict,
+        Field,
+        ValidationError,
+        field_validator,
+        model_validator,
+    )
 
 if TYPE_CHECKING:
     from torch import nn
@@ -28,6 +37,15 @@ if TYPE_CHECKING:
     from everlearn.core.stream import Stream
 
 GridT = TypeVar("GridT", bound="Grid")
+
+
+def _parse_workers(value: Any) -> Any:
+    if value == "auto":
+        return count_cores()
+    return value
+
+
+Workers = Annotated[int, BeforeValidator(_parse_workers), Field(ge=1)]
 
 
 class Grid(BaseModel):
@@ -74,7 +92,7 @@ class Grid(BaseModel):
     device: str = Field("cpu", description="Device to train on, as torch names it.")
     threads: int | None = Field(None, ge=1, description="Number of torch threads; small models are fastest with 1.")
     track: str = Field("", description="Trackers to log to: any of tensorboard, mlflow, wandb, separated by commas.")
-    workers: int = Field(1, ge=1, description="Number of worker processes.")
+    workers: Workers = Field(1, description="Number of worker processes; 'auto' for one per core.")
     cluster: Literal["ray", "slurm"] | None = Field(
         None,
         description="Cluster to run on: ray (RAY_ADDRESS, or this machine) or slurm; paths must be shared.",

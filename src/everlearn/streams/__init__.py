@@ -8,7 +8,7 @@ from everlearn.streams.builders import permuted, rotated, split
 from everlearn.streams.cifar import split_cifar10, split_cifar100
 from everlearn.streams.clinc150 import clinc150
 from everlearn.streams.core50 import core50_nc, core50_ni
-from everlearn.streams.digits import digits, online_digits, permuted_digits, rotated_digits
+from everlearn.streams.digits import digits, disjoint_digits, online_digits, permuted_digits, rotated_digits
 from everlearn.streams.digits import load as digits_data
 from everlearn.streams.digits_domains import digits_domains
 from everlearn.streams.features import features
@@ -24,6 +24,7 @@ from everlearn.streams.pretrained import cifar100_mobilenet, clinc150_minilm
 STREAMS: dict[str, Callable[..., Stream]] = {
     "digits": digits,
     "permuted-digits": permuted_digits,
+    "disjoint-digits": disjoint_digits,
     "rotated-digits": rotated_digits,
     "online-digits": online_digits,
     "split-mnist": split_mnist,
@@ -56,6 +57,7 @@ __all__ = [
     "digits",
     "digits_data",
     "digits_domains",
+    "disjoint_digits",
     "features",
     "five_datasets",
     "from_tasks",

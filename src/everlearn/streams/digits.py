@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import cache
 from importlib.resources import files
+from typing import Literal
 
 import numpy as np
 import torch
@@ -15,8 +16,11 @@ from torch import Tensor
 
 from everlearn.core.scenario import Scenario
 from everlearn.core.stream import Stream
+from everlearn.runtime.randomness import generator
 from everlearn.streams.builders import permuted, rotated, split
+from everlearn.streams.from_tasks import from_tasks
 from everlearn.streams.online import online
+from everlearn.streams.subset import Permutation
 
 Pair = tuple[Tensor, Tensor]
 
@@ -39,11 +43,14 @@ def _read() -> tuple[Pair, Pair]:
         x = torch.from_numpy(stored["images"]).float().unsqueeze(1) / 16
         y = torch.from_numpy(stored["labels"]).long()
 
-    # Count how many images of the same digit come before each image; every fifth is for testing.
-    one_hot = torch.nn.functional.one_hot(y)
-    occurrence = (one_hot.cumsum(0) * one_hot).sum(1) - 1
-    is_test = occurrence % 5 == 4
+    is_test = _count_earlier(y) % 5 == 4
     return (x[~is_test], y[~is_test]), (x[is_test], y[is_test])
+
+
+def _count_earlier(y: Tensor) -> Tensor:
+    """Count how many images of the same digit come before each image."""
+    one_hot = torch.nn.functional.one_hot(y)
+    return (one_hot.cumsum(0) * one_hot).sum(1) - 1
 
 
 def digits(scenario: Scenario = "class", tasks: int = 5, seed: int = 0, valid: float = 0.0) -> Stream:
@@ -54,6 +61,22 @@ def digits(scenario: Scenario = "class", tasks: int = 5, seed: int = 0, valid: f
 def permuted_digits(scenario: Scenario = "domain", tasks: int = 10, seed: int = 0, valid: float = 0.0) -> Stream:
     """Permuted digits: all ten digits per task, with another pixel permutation each."""
     return permuted(*load(), tasks=tasks, scenario=scenario, seed=seed, valid=valid, name="permuted-digits")
+
+
+def disjoint_digits(scenario: Scenario = "task", tasks: int = 4, seed: int = 0, valid: float = 0.0) -> Stream:
+    """Permuted digits with disjoint images: a share of the training images per task, and another permutation each."""
+    (x, y), (x_test, y_test) = load()
+    # Count the images of the same digit before each image in a random order: every task gets its share of each digit.
+    order = torch.randperm(len(y), generator=generator(seed, "stream", "shares"))
+    share = torch.empty_like(y)
+    share[order] = _count_earlier(y[order]) % tasks
+
+    pairs = []
+    for t in range(tasks):
+        permute = Permutation(torch.randperm(64, generator=generator(seed, "stream", t)))
+        pairs.append(((permute(x[share == t]), y[share == t]), (permute(x_test), y_test)))
+    labels: Literal["own", "shared"] = "shared" if scenario == "domain" else "own"
+    return from_tasks(pairs, scenario=scenario, labels=labels, seed=seed, valid=valid, name="disjoint-digits")
 
 
 def rotated_digits(scenario: Scenario = "domain", tasks: int = 5, seed: int = 0, valid: float = 0.0) -> Stream:

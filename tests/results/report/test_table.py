@@ -1,7 +1,7 @@
 import numpy as np
 
 from everlearn import Result
-from everlearn.results.report.table import overview, table
+from everlearn.results.report.table import table
 
 
 def result(method="finetune", seed=0, accuracy=0.5, training=None, stream=None, **config):
@@ -66,11 +66,6 @@ def test_joint_training_matches_with_the_iterations_of_all_tasks():
 def test_other_scores_are_not_in_percent():
     text = table([result(score="minus squared error", accuracy=-1.5)])
     assert "(minus squared error, mean ± std" in text and "-1.125" in text
-
-
-def test_overview_shows_forgetting_in_brackets():
-    text = overview([result(), result(method="joint", accuracy=0.9)])
-    assert "37.5 (25.0)" in text and "class-incremental" in text and "1 seed" in text
 
 
 def test_growing_diagnostics_are_shown_task_by_task():

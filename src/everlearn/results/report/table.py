@@ -1,4 +1,4 @@
-"""Text tables of results: one per stream and scenario, or one overview of all scenarios."""
+"""Text tables of results, one per stream and scenario."""
 
 from __future__ import annotations
 
@@ -29,28 +29,10 @@ MAX_TASK_COLUMNS = 10  # of a longer stream, evenly spaced tasks are shown
 def table(results: Iterable[Result]) -> str:
     """Format a table of methods and metrics for each stream and scenario, mean ± standard deviation over seeds."""
     tables = []
-    for (stream, scenario), group in _group_results(results).items():
-        explanation = f"{_unit(group)}, mean ± std over seeds; average: over tasks, overall: over all test examples"
+    for (stream, scenario), group in group_results(results).items():
+        explanation = f"{unit(group)}, mean ± std over seeds; average: over tasks, overall: over all test examples"
         tables.append(f"{stream}, {scenario}-incremental ({explanation})\n" + _format_group(group))
     return "\n\n".join(tables)
-
-
-def overview(results: Iterable[Result]) -> str:
-    """Format a table of methods against scenarios: average accuracy after the last task, and forgetting in brackets."""
-    groups = _group_results(results)
-    methods = dict.fromkeys(method for group in groups.values() for method in group)
-    rows = [["method", *(f"{scenario}-incremental" for _, scenario in groups), "seconds"]]
-    for method in methods:
-        by_scenario = [group.get(method, []) for group in groups.values()]
-        mean_seconds = np.mean([result.seconds for runs in by_scenario for result in runs])
-        rows.append([method, *(_overview_cell(runs) for runs in by_scenario), f"{mean_seconds:.1f}"])
-
-    streams = ", ".join(dict.fromkeys(stream for stream, _ in groups))
-    num_seeds = max(len(runs) for group in groups.values() for runs in group.values())
-    seeds = f"{num_seeds} seed{'s' * (num_seeds > 1)}"
-    unit = _unit(next(iter(groups.values())))
-    title = f"{streams}: average {unit} after the last task (forgetting in brackets), {seeds}"
-    return title + "\n" + align_columns(rows)
 
 
 def align_columns(rows: Sequence[Sequence[str]]) -> str:
@@ -84,7 +66,7 @@ def named_runs(results: Iterable[Result]) -> list[tuple[Result, tuple[str, str, 
     return named
 
 
-def _group_results(results: Iterable[Result]) -> dict[tuple[str, str], Group]:
+def group_results(results: Iterable[Result]) -> dict[tuple[str, str], Group]:
     """Group results by stream and scenario, then by method, the best first."""
     groups: dict[tuple[str, str], Group] = {}
     for result, (stream, scenario, method) in named_runs(results):
@@ -160,15 +142,15 @@ def _metrics_table(group: Group) -> list[list[str]]:
 
     rows = [["method", "seeds", *METRICS, "intransigence"]]
     for method, runs in group.items():
-        score = _score_name(runs)
+        score = score_name(runs)
         seeds = {result.config.get("seed") for result in runs}
-        cells = [_mean_and_std([getattr(result, metric) for result in runs], score) for metric in METRICS.values()]
+        cells = [mean_and_std([getattr(result, metric) for result in runs], score) for metric in METRICS.values()]
         intransigence = []
         for result in runs:
             joint = _matching_joint_run(result, joint_runs)
             if joint is not None:
                 intransigence.append(result.intransigence(joint))
-        rows.append([method, str(len(seeds)), *cells, _mean_and_std(intransigence, score)])
+        rows.append([method, str(len(seeds)), *cells, mean_and_std(intransigence, score)])
     return rows
 
 
@@ -238,29 +220,20 @@ def _setting_key(result: Result) -> tuple[Any, str]:
     return result.config.get("seed"), repr(_settings(result))
 
 
-def _overview_cell(results: Sequence[Result]) -> str:
-    if not results:
-        return "–"
-    score = _score_name(results)
-    average = _mean_and_std([result.average_accuracy for result in results], score)
-    forgetting = float(np.mean([result.forgetting for result in results]))
-    if np.isnan(forgetting):
-        return average + "       "  # as wide as brackets, so that averages are aligned
-    return f"{average} ({_mean_and_std([forgetting], score):>4})"
-
-
-def _score_name(results: Sequence[Result]) -> str:
+def score_name(results: Sequence[Result]) -> str:
+    """Return the name of the score of these results, as they record it."""
     return printable(str(results[0].config.get("score", "accuracy")))
 
 
-def _unit(group: Group) -> str:
-    score = _score_name(next(iter(group.values())))
+def unit(group: Group) -> str:
+    """Return what the numbers of a group are: accuracies in percent, or another score."""
+    score = score_name(next(iter(group.values())))
     if score == "accuracy":
         return "accuracy in %"
     return score
 
 
-def _mean_and_std(values: Sequence[float], score: str) -> str:
+def mean_and_std(values: Sequence[float], score: str) -> str:
     """Format mean ± standard deviation, accuracies in percent and other scores as plain numbers."""
     scale = 1
     number_format = "{:.4g}"
