@@ -159,6 +159,17 @@ def test_a_loop_without_an_optimizer_of_torch_has_a_strength_after_a_few_losses(
     assert method.scale is not None and method.penalty(model) > 0
 
 
+def test_a_penalty_that_is_only_logged_does_not_set_the_strength():
+    first, second = make_tasks()
+    method = EWC()
+    model = train_first(method, [first])
+    expected = expected_strength(method, model, second)
+    with torch.no_grad():
+        assert all(method.penalty(model) == 0 for _ in range(40))
+    train_loop(model, method, second, steps=1)
+    assert method.scale == expected
+
+
 def test_a_skipped_step_does_not_set_the_strength():
     """A gradient scaler skips a step whose gradients are infinite."""
     first, second = make_tasks()

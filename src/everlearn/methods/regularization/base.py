@@ -266,19 +266,19 @@ class QuadraticPenalty(Method):
 
     def _probe_gradient(self, model: nn.Module) -> Tensor:
         """Return a zero to be added to the loss, in place of the penalty, that measures the gradient of the loss."""
-        parameters = remembered_parameters(model, self.quadratic.anchor, None, self.quadratic.widened)
-        whole_parameters = {n: p for n, p in trainable_parameters(model).items() if n in parameters}
-        if not whole_parameters:  # all are frozen
+        old_entries = remembered_parameters(model, self.quadratic.anchor, None, self.quadratic.widened)
+        parameters = {n: p for n, p in trainable_parameters(model).items() if n in old_entries}
+        if not parameters:  # all are frozen
             return torch.zeros(())
-        if self._probe is None or not self._probe.is_of(whole_parameters):
-            self._stop_probe()
-            self._probe = GradientProbe(whole_parameters)
-        self._probe.num_penalties += 1
-        if self._probe.num_penalties > MAX_PROBED_LOSSES:
+
+        if self._probe is not None and self._probe.num_penalties >= MAX_PROBED_LOSSES:
             self._measure_strength(model, self._probe.gradient())
             if not self._is_strength_unknown:
                 return self._effective_quadratic()(model)
-        assert self._probe is not None
+        if self._probe is None or not self._probe.is_of(parameters):
+            self._stop_probe()
+            self._probe = GradientProbe(parameters)
+        self._probe.num_penalties += 1
         return self._probe.zero
 
     def _measure_strength(self, model: nn.Module, gradient: Params) -> None:
