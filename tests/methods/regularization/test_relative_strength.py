@@ -61,7 +61,7 @@ def train_loop(model, method, task, optimizer=None, factor=1.0, loss_factor=1.0,
 
 
 def expected_strength(method, model, task):
-    """λ = rms(g) / (mean(F) rms(θ)), by autograd on the first batch."""
+    """λ = ½ rms(g) / (mean(F) rms(θ)), by autograd on the first batch."""
     batch = next(task.batches(16, 2))
     parameters = trainable_parameters(model)
     gradients = torch.autograd.grad(F.cross_entropy(model(batch.x), batch.y), list(parameters.values()))
@@ -69,7 +69,7 @@ def expected_strength(method, model, task):
     theta = torch.cat([p.detach().flatten() for p in parameters.values()])
     importance = torch.cat([value.flatten() for value in method.quadratic.form.diagonal().values()])
     strength = g.square().mean().sqrt() / (importance.mean() * theta.square().mean().sqrt())
-    return 2.0 ** round(math.log2(strength))
+    return 2.0 ** round(math.log2(strength / 2))
 
 
 @pytest.mark.parametrize("method", METHODS, ids=label)
@@ -179,7 +179,7 @@ def test_later_tasks_add_unscaled_importances(method):
     method = copy.deepcopy(method)
     model = train_first(method, [first])
     train_loop(model, method, second)
-    assert method.scale != 1
+    assert method.scale is not None
     twin = copy.deepcopy(method)
     twin._rescale(None)
     twin.rates = {}

@@ -54,7 +54,7 @@ class QuadraticPenalty(Method):
     With ``strength="auto"`` the first gradient g of each task sets the strength λ of all importances so far, see
     ``relative_strength`` and docs/strength.md:
 
-        λ = rms(g) / (mean(diag F) · rms(θ))
+        λ = ½ rms(g) / (mean(diag F) · rms(θ))
 
     A strength that is a number belongs to the task that ends: each task keeps its own. Whatever the strength,
     F is limited where gradient descent with the optimizer's learning rate would diverge (``limit_curvature``).

@@ -13,14 +13,17 @@ from everlearn.curvature.diagonal import to_device_of
 from everlearn.curvature.quadratic import Form
 from everlearn.runtime import distributed
 
+# Between ½ and 1, three streams of digits lost least against a search, with all methods and optimizers.
+RELATIVE_STRENGTH = 0.5
+
 
 def relative_strength(gradient: Mapping[str, Tensor], form: Form, theta: Mapping[str, Tensor]) -> float | None:
     """Compute the strength at which a penalty weighs as much as the loss of a new task.
 
-        λ = rms(g) / (mean(diag F) · rms(θ))
+        λ = ½ rms(g) / (mean(diag F) · rms(θ))
 
-    The gradient of the penalty ½ λ δᵀFδ is then as large as g at a distance of rms(θ) from the anchor. λ cancels the
-    scale of F, and follows the scales of the loss and of the parameters. It is rounded to a power of two: F can be
+    The gradient of the penalty ½ λ δᵀFδ is then half as large as g at a distance of rms(θ) from the anchor. λ cancels
+    the scale of F, and follows the scales of the loss and of the parameters. It is rounded to a power of two: F can be
     multiplied by it, and divided again, without a rounding error.
 
     Args:
@@ -34,7 +37,7 @@ def relative_strength(gradient: Mapping[str, Tensor], form: Form, theta: Mapping
     >>> from everlearn.curvature.diagonal import Diagonal
     >>> form = Diagonal({"w": torch.tensor([0.1, 0.3])})
     >>> relative_strength({"w": torch.tensor([3.0, 4.0])}, form, {"w": torch.ones(2)})
-    16.0
+    8.0
     """
     num_entries = 0
     gradient_sum = 0.0
@@ -60,7 +63,7 @@ def relative_strength(gradient: Mapping[str, Tensor], form: Form, theta: Mapping
         return None
     mean_importance = importance_sum / num_entries
     strength = math.sqrt(gradient_sum / num_entries) / (mean_importance * math.sqrt(theta_sum / num_entries))
-    return float(2.0 ** round(math.log2(strength)))
+    return float(2.0 ** round(math.log2(RELATIVE_STRENGTH * strength)))
 
 
 def _sum(tensor: Tensor) -> float:

@@ -87,15 +87,14 @@ class SI(PathIntegral):
                 return
         importances = self._effective_quadratic().form.diagonal()
 
-        # In place: new tensors of the model's size would take longer than the arithmetic.
-        gradients = self._displacement(names)
-        omega = [to_device_of(importances[n], delta).to(delta.dtype) for n, delta in zip(names, gradients, strict=True)]
-        torch._foreach_mul_(gradients, omega)
-        for name, gradient in zip(names, gradients, strict=True):
+        # Into the displacement: new tensors of the model's size would take longer than the arithmetic.
+        for name, delta in zip(names, self._displacement(names), strict=True):
+            omega = to_device_of(importances[name], delta).to(delta.dtype)
             p = self._theta[name]
-            if p.grad is not None:
-                gradient += p.grad
-            p.grad = gradient
+            if p.grad is None:
+                p.grad = delta.mul_(omega)
+            else:
+                p.grad = torch.addcmul(p.grad, omega, delta, out=delta)
 
     @torch.no_grad()
     def after_step(self, model: nn.Module) -> None:
