@@ -27,7 +27,7 @@ METHODS: dict[str, Callable[[], Method]] = {
     "EWC(1e2)": lambda: EWC(1e2, examples=500),
     "EWC(1e4)": lambda: EWC(1e4, examples=500),
     "MAS(1)": lambda: MAS(1.0),
-    "LwF": LwF,
+    "LwF(1)": lambda: LwF(1.0),
     "ER(500)": lambda: ER(500),
 }
 

@@ -2,12 +2,12 @@
 
 import everlearn
 from everlearn import L2, Freeze, Method, nets, streams
-from everlearn.results.report.table import overview
+from everlearn.results.report.overview import overview
 
 results = []
 for scenario in ("task", "domain", "class"):
     stream = streams.digits(scenario)
-    for method in (Method(), L2(0.1), Freeze()):
+    for method in (Method(), L2(), Freeze()):
         results.append(everlearn.run(nets.mlp, method, stream, epochs=5, batch_size=32))
 
     # Joint training on all tasks is the upper bound.

@@ -20,7 +20,7 @@ def make_model():
 
 tasks = [(read_sensor(age, seed=age), read_sensor(age, seed=100 + age)) for age in range(4)]
 stream = streams.from_tasks(tasks, scenario="domain", likelihood=Gaussian(), name="sensor")
-for method in (Method(), EWC(1.0), ER(40)):
+for method in (Method(), EWC(), ER(40)):
     result = everlearn.run(make_model, method, stream, epochs=30, batch_size=32)
     errors = -result.accuracy[-1][::-1]  # the score of a regression is the negative squared error
     print(f"{label(method)}: squared error per sensor, from newest to oldest task: {errors.round(4)}")

@@ -61,6 +61,7 @@ class Attachment:
 
         # Whether the method calls the model itself: integrations do not add terms to such a pass.
         self.is_computing = False
+        self.is_stepping = False  # whether p.grad has the gradients of the loop's loss
         self._is_weight_checked = False
         self._checked_parameters: list[int] = []
         # Of the current step: whether its gradients contain the method's terms, and whether the method has edited them.
@@ -112,9 +113,10 @@ class Attachment:
         self._has_terms = True
 
     @contextmanager
-    def _computing(self) -> Iterator[None]:
+    def _computing(self, stepping: bool = False) -> Iterator[None]:
         """Mark forward passes and losses inside as the method's."""
         self.is_computing = True
+        self.is_stepping = stepping and not self._has_terms
         try:
             yield
         finally:
@@ -144,7 +146,7 @@ class Attachment:
             raise checks.missing_examples(self.method)
         if method_parameters:
             distributed.average_gradients(method_parameters, weight=1.0, loss=0.0)
-        with self._computing(), torch.enable_grad():
+        with self._computing(stepping=True), torch.enable_grad():
             if not self._has_terms:
                 penalty = self.method.penalty(self.model)
                 if isinstance(penalty, Tensor) and penalty.requires_grad:

@@ -219,8 +219,8 @@ def from_adam(model: nn.Module, optimizer: Optimizer) -> Diagonal:
 
     vᵢ is a moving average of the squared gradient of *mini-batch means* with the labels in the data, bias-corrected
     here. It approximates the diagonal of the empirical Fisher information divided by the batch size (Pascanu & Bengio,
-    2013, discuss the relation). The order of magnitude between parameters is right, the scale is not: tune the strength
-    again.
+    2013, discuss the relation). The order of magnitude between parameters is right, the scale is not: measure the
+    strength ("auto") or tune it again.
 
     Args:
         model: whose parameters are named.

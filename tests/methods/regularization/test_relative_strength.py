@@ -170,17 +170,125 @@ def test_a_penalty_that_is_only_logged_does_not_set_the_strength():
     assert method.scale == expected
 
 
-def test_a_skipped_step_does_not_set_the_strength():
-    """A gradient scaler skips a step whose gradients are infinite."""
+def test_infinite_gradients_do_not_set_the_strength():
+    """A gradient scaler skips their step; the next finite gradients are measured."""
     first, second = make_tasks()
     method = EWC()
     model = train_first(method, [first])
-    optimizer = sgd(model.parameters())
+    expected = expected_strength(method, model, second)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     (method.penalty(model) + torch.inf * model[0].weight.sum()).backward()
-    optimizer.step = lambda: None
+    optimizer.zero_grad()
+    optimizer.step()
     assert method.scale is None
-    train_loop(model, method, second, sgd(model.parameters()), steps=2)
-    assert method.scale is None or math.isfinite(method.scale)
+    train_loop(model, method, second, optimizer, steps=1)
+    assert method.scale == expected
+
+
+def test_other_backward_passes_are_not_measured():
+    first, second = make_tasks()
+    method = EWC()
+    model = train_first(method, [first])
+    expected = expected_strength(method, model, second)
+    optimizer = sgd(model.parameters())
+    batch = next(second.batches(16, 2))
+    loss = F.cross_entropy(model(batch.x), batch.y) + method.penalty(model)
+    torch.autograd.grad(100 * model(batch.x).square().sum(), list(model.parameters()))
+    loss.backward()
+    torch.autograd.grad(100 * model(batch.x).square().sum(), list(model.parameters()))
+    with torch.no_grad():
+        assert method.penalty(copy.deepcopy(model)) == 0  # of an average of the weights, for a log
+    optimizer.step()
+    assert method.scale == expected
+
+
+@pytest.mark.parametrize("attached", [False, True])
+def test_a_closure_measures_its_own_gradients(attached):
+    first, second = make_tasks()
+    method = EWC()
+    model = train_first(method, [first])
+    expected = expected_strength(method, model, second)
+    batch = next(second.batches(16, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    attachment = method.attach(model, optimizer) if attached else None
+
+    def closure():
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(batch.x), batch.y)
+        if not attached:
+            loss = loss + method.penalty(model)
+        loss.backward()
+        return loss
+
+    for p in model.parameters():
+        p.grad = 100 * torch.ones_like(p)  # of the last task
+    optimizer.step(closure)
+    optimizer.step(closure)
+    assert method.scale == expected
+    if attachment is not None:
+        attachment.remove()
+
+
+def test_an_attached_loop_measures_before_it_clips():
+    first, second = make_tasks()
+    method = EWC()
+    model = train_first(method, [first])
+    expected = expected_strength(method, model, second)
+    optimizer = sgd(model.parameters())
+    batch = next(second.batches(16, 2))
+    with method.attach(model, optimizer) as attached:
+        model.zero_grad()
+        F.cross_entropy(model(batch.x), batch.y).backward()
+        attached.before_step()
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        optimizer.step()
+    assert method.scale == expected
+
+
+@pytest.mark.parametrize("method", [EWC(), MAS(), EWC(mode="online", average=True)], ids=label)
+def test_inputs_that_are_always_zero_do_not_matter(method):
+    strengths = []
+    for padding in (0, 500):
+        tasks = make_tasks(3)
+        m = copy.deepcopy(method)
+        model = make_model()
+        wide = nn.Linear(5 + padding, 8)
+        with torch.no_grad():
+            wide.weight[:, :5] = model[0].weight
+            wide.bias.copy_(model[0].bias)
+        model[0] = wide
+        measured = []
+        for task in tasks:
+            x = F.pad(task.train.x, (0, padding))
+            train(model, m, Task((x, task.train.y), id=task.id), optimizer=sgd, epochs=2, batch_size=16)
+            measured.append(m.last_scale)
+        strengths.append(measured[1:])
+    assert strengths[0] == strengths[1]
+
+
+def test_a_state_loaded_into_a_method_in_use_is_followed_anew():
+    first, second = make_tasks()
+    method = EWC()
+    model = train_first(method, [first])
+    state = copy.deepcopy(method.state_dict())
+    weights = copy.deepcopy(model.state_dict())
+    expected = expected_strength(method, model, second)
+    optimizer = sgd(model.parameters())
+    train_loop(model, method, second, optimizer, steps=2)
+    method.load_state_dict(state)
+    model.load_state_dict(weights)
+    train_loop(model, method, second, optimizer, steps=1)
+    assert method.scale == expected
+
+
+def test_a_method_can_be_pickled_between_penalty_and_step():
+    first, second = make_tasks()
+    method = EWC()
+    model = train_first(method, [first])
+    method.penalty(model)
+    duplicate = pickle.loads(pickle.dumps(method))
+    train_loop(model, duplicate, second, steps=1)
+    assert duplicate.scale is not None
 
 
 @pytest.mark.parametrize("method", METHODS, ids=label)
@@ -235,7 +343,7 @@ def test_hooks_go_with_the_measurement_and_the_method():
 def test_lwf_undoes_the_temperature():
     first, second = make_tasks()
     penalties = []
-    for method in (LwF(temperature=3.0), LwF(9.0, temperature=3.0)):
+    for method in (LwF("auto", temperature=3.0), LwF(9.0, temperature=3.0)):
         model = train_first(method, [first])
         with torch.no_grad():
             model[0].weight += 0.1
@@ -258,7 +366,26 @@ def test_no_strength_makes_gradient_descent_diverge(kind, momentum):
         for task in tasks:
             train(model, method, task, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=momentum), epochs=3)
     assert all(p.isfinite().all() and p.abs().max() < 10 for p in model.parameters())
-    assert "on which gradient descent with learning rate 0.1 diverges: they are limited to 10" in str(caught[0].message)
+    assert "which gradient descent with learning rate 0.1 cannot follow (above 20 it diverges)" in str(
+        caught[0].message
+    )
+
+
+@pytest.mark.filterwarnings("ignore:.*cannot follow")
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_chains_of_penalties_do_not_diverge(nesterov):
+    tasks = make_tasks(3)
+    model = make_model()
+    method = EWC(1e6) + SI(1e6) + L2(1e6)
+    for task in tasks:
+        train(
+            model,
+            method,
+            task,
+            optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, nesterov=nesterov),
+            epochs=10,
+        )
+    assert all(p.isfinite().all() and p.abs().max() < 10 for p in model.parameters())
 
 
 @pytest.mark.parametrize("structure", ["kronecker", "full"])
@@ -292,7 +419,7 @@ def test_the_limit_follows_a_warm_up_and_another_optimizer():
         optimizer.param_groups[0]["lr"] = min(0.1, 1e-12 * 10**step)
         train_loop(model, method, tasks[1], optimizer, steps=1)
     assert all(p.isfinite().all() and p.abs().max() < 10 for p in model.parameters())
-    assert set(method.rates.values()) == {0.1}
+    assert max(method.rates.values()) == pytest.approx(0.1)
     method.end_task(model, tasks[1])
     train(model, method, tasks[2], optimizer=torch.optim.Adam, epochs=1)
     assert not method.rates
@@ -300,9 +427,9 @@ def test_the_limit_follows_a_warm_up_and_another_optimizer():
 
 def test_only_what_would_diverge_is_limited():
     quadratic = EWC().quadratic
-    quadratic.form = Diagonal({"a": torch.tensor([1.0, 30.0]), "b": torch.tensor([3.0, 19.0])})
+    quadratic.form = Diagonal({"a": torch.tensor([1.0, 30.0]), "b": torch.tensor([3.0, 4.0])})
     limited = limit_curvature(quadratic, {"a": 0.1, "b": 0.1})
-    assert limited.form.values["a"].tolist() == [1.0, 10.0] and limited.form.values["b"].tolist() == [3.0, 19.0]
+    assert limited.form.values["a"].tolist() == [1.0, 5.0] and limited.form.values["b"].tolist() == [3.0, 4.0]
     assert limit_curvature(quadratic, {"b": 0.1}) is quadratic
     assert limit_curvature(quadratic, {}) is quadratic
 

@@ -116,7 +116,11 @@ class QuadraticPenalty(Method):
             return 0.0
 
         self._check_statistics(model)
+        if not torch.is_grad_enabled():  # for a log, and perhaps of a copy of the model
+            return 0.0 if self._is_strength_unknown else self._effective_quadratic()(model)
         self._follow_optimizer(model)
+        if self._is_strength_unknown and self._attached is not None and self._attached.is_stepping:
+            self._measure_strength(model, _gradients(model))
         if self._is_strength_unknown:
             return self._note_loss(self._probe_gradient(model))
         return self._note_loss(self._effective_quadratic()(model))
@@ -188,12 +192,15 @@ class QuadraticPenalty(Method):
         self._stop_probe()
         super().load_state_dict(state)
         self._active = None
+        if self._steps is not None:
+            self._steps.restart()
         strength = self._last_strength()
         if self.applied_strength is None or strength is None or strength == self.applied_strength:
             return
+        own_strength = "'auto'" if getattr(self, "strength", None) == "auto" else f"{strength:g}"
         warnings.warn(
             f"Tasks in this state keep their strength {self.applied_strength:g}: "
-            f"{type(self).__name__}(strength={strength:g}) applies to tasks that end from now on.",
+            f"{type(self).__name__}(strength={own_strength}) applies to tasks that end from now on.",
             UserWarning,
             stacklevel=3,
         )
@@ -201,8 +208,8 @@ class QuadraticPenalty(Method):
     def _last_strength(self) -> float | None:
         """Return the strength that this method would have given to the last task that ended."""
         strength = getattr(self, "strength", None)
-        if isinstance(strength, (int, float)):
-            return float(strength)
+        if isinstance(strength, (int, float, str)):
+            return self._fixed_strength(strength)
         return None
 
     def _effective_quadratic(self) -> Quadratic:
@@ -225,9 +232,9 @@ class QuadraticPenalty(Method):
         self._warned_of_limit = True
         rate = max(self.rates.values())
         warnings.warn(
-            f"{label(self)} has importances times strength above {2 / rate:.3g}, on which gradient descent with "
-            f"learning rate {rate:.3g} diverges: they are limited to {1 / rate:.3g}. Use a smaller strength or "
-            'learning rate, strength="auto", or Adam.',
+            f"{label(self)} has importances times strength above {0.5 / rate:.3g}, which gradient descent with "
+            f"learning rate {rate:.3g} cannot follow (above {2 / rate:.3g} it diverges): they are limited to it, and "
+            'protect less than asked for. Use a smaller learning rate or strength, strength="auto", or Adam.',
             UserWarning,
             stacklevel=4,
         )
@@ -248,21 +255,25 @@ class QuadraticPenalty(Method):
         if not self.quadratic.anchor:
             return
         if self._is_strength_unknown:
-            gradient = {} if self._probe is None else self._probe.gradient()
-            # An attached method's penalty need not be in the loss: then p.grad is that of the loss, without a factor.
-            if not gradient:
-                gradient = {n: p.grad for n, p in trainable_parameters(model).items() if p.grad is not None}
-            self._measure_strength(model, gradient)
+            if self._probe is not None:
+                gradient = self._probe.gradient()
+                # Parameters that FSDP shards have no hooks.
+                if not gradient and any(map(is_sharded, trainable_parameters(model).values())):
+                    gradient = _gradients(model)
+                self._measure_strength(model, gradient)
             if self._is_strength_unknown:
                 self._follow_optimizer(model, restart=True)
 
-        # Within a task the limit stays when a rate falls. Another task may have another optimizer.
+        # Within a task the limit stays when a rate falls, or rises little: a warm-up changes it in each step. Another
+        # task may have another optimizer.
         old_rates = self.rates if self.has_stepped else {}
-        new_rates = old_rates | {n: max(rate, old_rates.get(n, 0.0)) for n, rate in rates.items()}
+        is_higher = any(rate > 1.2 * old_rates.get(n, 0.0) for n, rate in rates.items())
+        if is_higher or not self.has_stepped:
+            new_rates = old_rates | {n: max(rate, old_rates.get(n, 0.0)) for n, rate in rates.items()}
+            if new_rates != self.rates:
+                self.rates = new_rates
+                self._active = None
         self.has_stepped = True
-        if new_rates != self.rates:
-            self.rates = new_rates
-            self._active = None
 
     def _probe_gradient(self, model: nn.Module) -> Tensor:
         """Return a zero to be added to the loss, in place of the penalty, that measures the gradient of the loss."""
@@ -285,7 +296,7 @@ class QuadraticPenalty(Method):
         """Set λ from a gradient of the new task's loss."""
         theta = remembered_parameters(model, self.quadratic.anchor, None, self.quadratic.widened)
         self._stop_probe()
-        scale = relative_strength(gradient, self.quadratic.form, theta)
+        scale = relative_strength(gradient, self._scale_quadratic().form, theta)
         if scale is not None:
             self._rescale(scale)
 
@@ -368,7 +379,7 @@ class QuadraticPenalty(Method):
         self._follow_optimizer(model, restart=True)
         self.has_stepped = False
 
-    def _fixed_strength(self, strength: float | Auto) -> float:
+    def _fixed_strength(self, strength: float | str) -> float:
         """Return the strength by which importances are multiplied when a task ends; 1 if it is measured later."""
         return 1.0 if strength == "auto" else float(strength)
 
@@ -400,6 +411,11 @@ class QuadraticPenalty(Method):
         if self.half:
             return self.quadratic.form.to(dtype=torch.float32)
         return self.quadratic.form
+
+
+def _gradients(model: nn.Module) -> Params:
+    """Return the gradients of the model's parameters by name."""
+    return {n: p.grad for n, p in trainable_parameters(model).items() if p.grad is not None}
 
 
 def _as_form(importance: Form | Params) -> Form:

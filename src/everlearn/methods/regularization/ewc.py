@@ -48,8 +48,8 @@ class EWC(QuadraticPenalty):
         decay: γ.
         average: average F̃ over tasks, weighted with γ, instead of summing it (Maltoni & Lomonaco, 2019); online only.
         prior: λ_prior; with strength="auto" in units of F, as ``cap``.
-        cap: upper limit of λF, after averaging; diagonal only. Gradient descent with rate η diverges where η λF > 2,
-            so that 1/η is a natural limit.
+        cap: upper limit of λF, after averaging; diagonal only. Where gradient descent would
+            diverge, λF is limited without it, too.
         examples: how many examples the Fisher information is computed on, drawn at random (the first ones if the data
             are batches already); by default all.
         max_kronecker_terms: Kronecker products per layer.
@@ -58,7 +58,7 @@ class EWC(QuadraticPenalty):
     traits = Traits(
         family="regularization",
         pro="any model, any loop, constant cost over tasks",
-        con="very sensitive to its strength, more rigid with every task",
+        con="more rigid with every task",
         step=1.2,
         copies=(2.0,),
         needs_labels=False,  # the model predicts those of the Fisher information

@@ -68,7 +68,7 @@ class LwF(Method):
         },
     )
 
-    strength: Annotated[NonNegative | Literal["auto"], Search(1e-2, 100, late=True)] = "auto"
+    strength: Annotated[NonNegative | Literal["auto"], Search(1e-2, 100, late=True)] = 1.0
     temperature: Annotated[float, Range(1e-3), Search(0.5, 10, late=True)] = 2.0
     refuse_new: bool = False
     warmup: Annotated[int, Range(0)] = 0

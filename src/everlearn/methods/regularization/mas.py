@@ -41,7 +41,7 @@ class MAS(QuadraticPenalty):
     traits = Traits(
         family="regularization",
         pro="needs no labels: consolidates on any inputs",
-        con="sensitive to its strength and to the scale of the outputs",
+        con="more rigid with every task, as EWC",
         step=1.2,
         copies=(2.0,),
         needs_labels=False,

@@ -29,7 +29,7 @@ class OptimizerSteps:
     def __init__(self, listener: Listener) -> None:
         self._listener = weakref.WeakMethod(listener)
         self._model: weakref.ref[nn.Module] | None = None
-        self._known_groups: dict[int, list[Any]] = {}  # by the id of an optimizer
+        self._known_groups: weakref.WeakKeyDictionary[Optimizer, list[Any]] = weakref.WeakKeyDictionary()
         handle = register_optimizer_step_pre_hook(self._before)
         weakref.finalize(listener.__self__, handle.remove)  # type: ignore[attr-defined]
 
@@ -37,7 +37,11 @@ class OptimizerSteps:
         """Listen to optimizers of this model; ``restart`` calls the listener before the next step in any case."""
         if restart or self._model is None or self._model() is not model:
             self._model = weakref.ref(model)
-            self._known_groups = {}
+            self._known_groups.clear()
+
+    def restart(self) -> None:
+        """Call the listener before the next step in any case."""
+        self._known_groups.clear()
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         listener = self._listener()
@@ -45,9 +49,9 @@ class OptimizerSteps:
         if listener is None or model is None:
             return
         groups = [(float(g["lr"]), len(g["params"])) for g in optimizer.param_groups]
-        if self._known_groups.get(id(optimizer)) == groups:
+        if self._known_groups.get(optimizer) == groups:
             return
-        self._known_groups[id(optimizer)] = groups
+        self._known_groups[optimizer] = groups
 
         names_by_id = {id(p): name for name, p in trainable_parameters(model).items()}
         if any(id(p) in names_by_id for group in optimizer.param_groups for p in group["params"]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ RELATIVE_STRENGTH = 0.5
 def relative_strength(gradient: Mapping[str, Tensor], form: Form, theta: Mapping[str, Tensor]) -> float | None:
     """Compute the strength at which a penalty weighs as much as the loss of a new task.
 
-        λ = ½ rms(g) / (mean(diag F) · rms(θ))
+        λ = ½ rms(g) / (mean(diag F) · rms(θ)),   over the entries with F > 0
 
     The gradient of the penalty ½ λ δᵀFδ is then half as large as g at a distance of rms(θ) from the anchor. λ cancels
     the scale of F, and follows the scales of the loss and of the parameters. It is rounded to a power of two: F can be
@@ -39,23 +40,22 @@ def relative_strength(gradient: Mapping[str, Tensor], form: Form, theta: Mapping
     >>> relative_strength({"w": torch.tensor([3.0, 4.0])}, form, {"w": torch.ones(2)})
     8.0
     """
-    num_entries = 0
+    num_entries = 0.0
     gradient_sum = 0.0
     importance_sum = 0.0
     theta_sum = 0.0
     for name, importance in form.diagonal().items():
         if name not in theta:
             continue
-        total_importance = _sum(importance)
-        # A parameter without any importance is not penalized: its size does not matter.
-        if not total_importance:
-            continue
-        num_entries += importance.numel()
-        importance_sum += total_importance
-        theta_sum += _sum(squared_size(theta[name].detach()))
+        # Entries without importance are not penalized: how many there are, such as of dark pixels, does not matter.
+        counted = (importance > 0).float()
+        num_entries += _sum(counted)
+        importance_sum += _sum(importance)
+        theta_sum += _sum(counted * to_device_of(squared_size(theta[name].detach()), counted))
         if name in gradient:
             g = gradient[name].to_dense() if gradient[name].is_sparse else gradient[name]
-            gradient_sum += _sum(squared_size(leading_block(g, theta[name].shape)))
+            g_squared = squared_size(leading_block(g, theta[name].shape))
+            gradient_sum += _sum(counted * to_device_of(g_squared, counted))
 
     # Each process has the gradient of its own share of the batch.
     gradient_sum = distributed.sum_across(gradient_sum) / distributed.world_size()
@@ -76,7 +76,8 @@ class GradientProbe:
     """The gradient of the loss in the first step of a task, from hooks on the parameters.
 
     The loop adds ``zero`` to its loss, in place of the penalty. The gradient of this zero is the factor of the loss: of
-    a gradient scaler, or of micro-batches that are accumulated. The hooks see gradients before they are clipped.
+    a gradient scaler, or of micro-batches that are accumulated. The hooks see gradients before they are clipped. Losses
+    without this zero are not recorded.
 
     Args:
         parameters: by name.
@@ -85,8 +86,11 @@ class GradientProbe:
     def __init__(self, parameters: Params) -> None:
         device = next(iter(parameters.values())).device
         self.zero = torch.zeros((), device=device, requires_grad=True)
+        self.zero.register_hook(self._begin_loss)
         self.num_penalties = 0
+        self._num_losses = 0
         self._sums: Params = {}
+        self._num_gradients: dict[str, int] = {}
         self._parameters = parameters
         self._handles = [p.register_hook(self._record(name)) for name, p in parameters.items()]
 
@@ -106,8 +110,18 @@ class GradientProbe:
         for handle in self._handles:
             handle.remove()
 
+    def __reduce__(self) -> Any:
+        return type(None), ()  # hooks are not copied
+
+    def _begin_loss(self, factor: Tensor) -> None:
+        """Expect the gradients of a loss; autograd computes that of the zero first, since it is a leaf of the sum."""
+        self._num_losses += 1
+
     def _record(self, name: str) -> Callable[[Tensor], None]:
         def add_gradient(gradient: Tensor) -> None:
+            if self._num_gradients.get(name, 0) == self._num_losses:
+                return
+            self._num_gradients[name] = self._num_losses
             old_sum = self._sums.get(name)
             self._sums[name] = gradient.detach().clone() if old_sum is None else old_sum + gradient.detach()
 

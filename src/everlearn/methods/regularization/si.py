@@ -70,7 +70,7 @@ class SI(PathIntegral):
         """Compute strength · Σᵢ Ωᵢ (θᵢ - θ*ᵢ)²; 0 before the first task has ended."""
         if not self.omega.values:
             return 0.0
-        return float(self.quadratic(model))
+        return float(self._effective_quadratic()(model))
 
     @torch.no_grad()
     def before_step(self, model: nn.Module) -> None:
