@@ -47,9 +47,9 @@ DIGITS_SETTINGS = {
     "generative": "generative.hidden=100",
 }
 
-# Time of all runs over the time of their steps: a complete run on two cores took 108 s, its steps were estimated
-# at 44 s. The other time goes to workers that slow each other down, consolidation, tests and files.
-TIME_PER_STEP_TIME = 2.5
+# Time of all runs over the time of their steps: a complete run on two cores took 92 s, its steps were estimated at
+# 44 s. The other time goes to workers that slow each other down, consolidation, tests and files.
+TIME_PER_STEP_TIME = 2.1
 
 
 def compare_methods(options: CompareOptions) -> int:
