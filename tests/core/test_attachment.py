@@ -342,7 +342,6 @@ def test_a_penalty_that_is_only_displayed_is_still_added(tasks):
 
 
 @pytest.mark.parametrize("name", ["ewc", "l2"])
-@pytest.mark.filterwarnings("ignore:.*cannot follow")
 def test_the_penalty_is_added_if_the_result_of_loss_is_thrown_away(name, tasks):
     weights = []
     for is_thrown_away in (True, False):

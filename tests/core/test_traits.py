@@ -219,5 +219,5 @@ def test_methods_without_labels_protect_a_trained_model_by_inputs(name):
         probabilities = method.predict(model, x, torch.zeros(len(x), dtype=torch.long))[:, :2].softmax(1).detach()
         return float((probabilities - initial_probabilities).norm())
 
-    settings = {"l2": {"strength": 1.0}, "mas": {"strength": 1.0}, "ewc": {"strength": 100.0, "cap": 10.0}}
+    settings = {"l2": {"strength": 1.0}, "mas": {"strength": 1.0}, "ewc": {"strength": 100.0, "cap": 5.0}}
     assert output_change(make_method(name, **settings.get(name, {}))) < 0.8 * output_change(Method())

@@ -33,7 +33,7 @@ def test_dimensions_of_chains_choices_and_given_ranges():
     assert (dimensions[1].search.low, dimensions[1].search.high) == (1, 2)
     changed = with_values(chain, dimensions, ["online", 1.5])
     assert (changed.methods[0].mode, changed.methods[1].strength) == ("online", 1.5)
-    assert (chain.methods[0].mode, chain.methods[1].strength) == ("separate", "auto")
+    assert (chain.methods[0].mode, chain.methods[1].strength) == ("separate", 1.0)
 
 
 @pytest.mark.parametrize(

@@ -12,16 +12,16 @@ from everlearn.core.parameters import Params
 from everlearn.curvature.diagonal import Diagonal
 from everlearn.curvature.quadratic import Form, Quadratic
 
-MAX_CURVATURE = 0.5  # η F
+LIMITED_CURVATURE = 0.5  # η F, where it was above 1
 POWER_ITERATIONS = 30
 
 
 def limit_curvature(quadratic: Quadratic, rates: Mapping[str, float]) -> Quadratic:
     """Return a quadratic on which gradient descent with rate η does not diverge.
 
-    A step multiplies the distance from the minimum by 1 - η F, and diverges where η F > 2. F is limited to 1/(2η), so
-    that the curvature of the task, momentum and other penalties have room; the minimum stays where it is. A diagonal F
-    is limited entry by entry; another form is scaled as a whole.
+    A step multiplies the distance from the minimum by 1 - η F: it overshoots where η F > 1, and diverges where η F > 2.
+    In parameters with η F > 1, F is limited to 1/(2η), so that the curvature of the task, momentum and other penalties
+    have room. The minimum stays where it is. A diagonal F is limited entry by entry; another form is scaled as a whole.
 
     Args:
         quadratic: q.
@@ -36,22 +36,22 @@ def limit_curvature(quadratic: Quadratic, rates: Mapping[str, float]) -> Quadrat
     limited = {}
     for name, value in form.values.items():
         rate = rates.get(name, 0.0)
-        if rate and value.numel() and rate * float(value.max()) > MAX_CURVATURE:
-            limited[name] = value.clamp(max=MAX_CURVATURE / rate)
+        if rate and value.numel() and rate * float(value.max()) > 1:
+            limited[name] = value.clamp(max=LIMITED_CURVATURE / rate)
     if not limited:
         return quadratic
     return replace(quadratic, form=Diagonal(form.values | limited))
 
 
 def _limit_whole(quadratic: Quadratic, rate: float) -> Quadratic:
-    """Scale a quadratic so that η times its largest eigenvalue is at most ½."""
+    """Scale a quadratic so that η times its largest eigenvalue is ½, if it is above 1."""
     if not rate:
         return quadratic
     curvature = rate * largest_eigenvalue(quadratic.form)
-    if curvature <= MAX_CURVATURE:
+    if curvature <= 1:
         return quadratic
     limited = replace(quadratic)
-    limited.rescale(MAX_CURVATURE / curvature)
+    limited.rescale(LIMITED_CURVATURE / curvature)
     return limited
 
 

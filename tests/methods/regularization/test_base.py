@@ -380,7 +380,6 @@ def drift_in_custom_loop(method, loop):
 
 @pytest.mark.parametrize(("kind", "strength"), [(L2, 3.0), (EWC, 50.0), (MAS, 5.0), (SI, 3.0), (LwF, 10.0)])
 @pytest.mark.parametrize("loop", ["plain", "compile", "parallel", "accumulate", "autocast", "clip", "adamw"])
-@pytest.mark.filterwarnings("ignore:.*cannot follow")
 def test_custom_loops_reduce_the_drift_of_weights(kind, strength, loop):
     method_drift = drift_in_custom_loop(kind(strength=strength), loop)
     finetuning_drift = drift_in_custom_loop(Method(), loop)

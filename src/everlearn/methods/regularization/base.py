@@ -232,8 +232,8 @@ class QuadraticPenalty(Method):
         self._warned_of_limit = True
         rate = max(self.rates.values())
         warnings.warn(
-            f"{label(self)} has importances times strength above {0.5 / rate:.3g}, which gradient descent with "
-            f"learning rate {rate:.3g} cannot follow (above {2 / rate:.3g} it diverges): they are limited to it, and "
+            f"{label(self)} has importances times strength above {1 / rate:.3g}, which gradient descent with "
+            f"learning rate {rate:.3g} cannot follow (above {2 / rate:.3g} it diverges): they are limited, and "
             'protect less than asked for. Use a smaller learning rate or strength, strength="auto", or Adam.',
             UserWarning,
             stacklevel=4,
