@@ -101,7 +101,7 @@ class QuadraticPenalty(Method):
         # The quadratic that is added to the loss: the stored one, scaled and limited; None until it is computed.
         self._active: Quadratic | None = None
         self._probe: GradientProbe | None = None
-        self._steps: OptimizerSteps | None = None
+        self._optimizer_steps: OptimizerSteps | None = None
         self._warned_of_limit = False
 
     def begin_task(self, model: nn.Module, task: Any) -> None:
@@ -192,8 +192,8 @@ class QuadraticPenalty(Method):
         self._stop_probe()
         super().load_state_dict(state)
         self._active = None
-        if self._steps is not None:
-            self._steps.restart()
+        if self._optimizer_steps is not None:
+            self._optimizer_steps.restart()
         strength = self._last_strength()
         if self.applied_strength is None or strength is None or strength == self.applied_strength:
             return
@@ -246,9 +246,9 @@ class QuadraticPenalty(Method):
 
     def _follow_optimizer(self, model: nn.Module, restart: bool = False) -> None:
         """Be told of the steps of the optimizer that trains the model."""
-        if self._steps is None:
-            self._steps = OptimizerSteps(self._before_optimizer_step)
-        self._steps.follow(model, restart)
+        if self._optimizer_steps is None:
+            self._optimizer_steps = OptimizerSteps(self._before_optimizer_step)
+        self._optimizer_steps.follow(model, restart)
 
     def _before_optimizer_step(self, model: nn.Module, rates: dict[str, float]) -> None:
         """Set the strength from the gradients of the first step, and limit the penalty to what the step can follow."""
